@@ -1,0 +1,117 @@
+"""What a job is: the part that never changes after submit, and what a worker is handed at a claim."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+from .errors import BadMessageError
+
+#: Version of the messages below and of the Lua scripts; a worker refuses jobs of a newer one.
+PROTOCOL_VERSION = 1
+
+
+class Priority(StrEnum):
+    """Class of a job. Work streams are served in this order; see `streams.py` for the starvation rule."""
+
+    INTERACTIVE = "interactive"
+    NORMAL = "normal"
+    BATCH = "batch"
+
+
+class FinishReason(StrEnum):
+    """How a job ended. `STOP` and `LENGTH` are OpenAI's; the others end a stream with an error event."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of one job are chosen and when it ends.
+
+    The sampler is a function of (seed, seq) and the logits only, so nothing else need be carried
+    over a restart. `seed` is already the seed of this choice: H(request seed, choice).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    seed: int = 0  # unsigned, 64 bits
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """The immutable part of a job, written once at submit. `id` is `<request id>/<choice>`."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    priority: Priority = Priority.NORMAL
+
+    @property
+    def request_id(self) -> str:
+        return self.id.rpartition("/")[0]
+
+    @property
+    def choice(self) -> int:
+        return int(self.id.rpartition("/")[2])
+
+    def encode(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, raw: bytes) -> JobSpec:
+        """Raise BadMessageError, with the raw bytes kept, when `raw` is not a job spec."""
+        try:
+            data: dict[str, Any] = orjson.loads(raw)
+            sampling = data.pop("sampling")
+            sampling["stop"] = tuple(sampling["stop"])
+            sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+            return cls(
+                id=data["id"],
+                prompt_ids=tuple(data["prompt_ids"]),
+                sampling=Sampling(**sampling),
+                priority=Priority(data["priority"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadMessageError(raw, str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job as handed to the worker that now owns it, at one epoch.
+
+    `ids` are the tokens of the answer that already stand in the log (seq 0 … len-1): a prefill
+    computes prompt + ids and samples seq len(ids); a decode worker's last id is the one it feeds first.
+    `kv` is the hand-over reference as the prefill worker wrote it (opaque here; `prelay_kv` reads it).
+    """
+
+    spec: JobSpec
+    epoch: int
+    ids: tuple[int, ...] = ()
+    kv: bytes = b""
+    preemptions: int = 0
+    alone: bool = False  # run with no neighbour: it was in two batches that crashed
+    submitted_ms: int = 0  # server time
+    deadline_ms: int = 0  # server time, 0 is none
+    extra: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+    @property
+    def remaining(self) -> int:
+        """Tokens the job may still produce."""
+        return self.spec.sampling.max_tokens - len(self.ids)
