@@ -1,0 +1,22 @@
+"""What an API process is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from prelay_queue.settings import QueueSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ApiConfig:
+    """One API process. `keep` is what a preempt keeps: the tokens delivered to the client, or all emitted ones."""
+
+    queue: QueueSettings
+    model: Path
+    served_model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keep: str = "delivered"
+    shutdown_grace_s: int = 10
+    max_body_bytes: int = 8 * 1024 * 1024

@@ -1,0 +1,181 @@
+"""Connections to Redis, configured so that a retry can neither double nor strand anything.
+
+The command pool retries, because every script is idempotent. Blocking readers get a connection of their own that
+never retries: after any error they look at what they may have missed (their pending entries, the log) instead.
+redis-py's defaults do neither (they repeat an XADD on a cut connection and strand entries in the PEL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio as aredis
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import (
+    BusyLoadingError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from .errors import QueueError, QueueFull, QueueUnavailable
+from .keys import Keys
+from .scripts import Call, Scripts, sha, source
+from .settings import QueueSettings
+
+R = TypeVar("R")
+
+_UNAVAILABLE = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError)
+#: Replies that mean "not now", whatever exception class the driver gives them.
+_TRANSIENT_PREFIXES = (
+    "LOADING",
+    "MASTERDOWN",
+    "NOREPLICAS",
+    "UNBLOCKED",
+    "CLUSTERDOWN",
+    "READONLY",
+    "TRYAGAIN",
+)
+
+
+def translate(error: Exception) -> QueueError:
+    """Turn a driver's exception into one of ours."""
+    words = str(error)
+    if isinstance(error, OutOfMemoryError) or words.startswith("OOM"):
+        return QueueFull("Redis is over its memory limit (maxmemory) and takes no new work")
+    if isinstance(error, _UNAVAILABLE) or words.startswith(_TRANSIENT_PREFIXES):
+        return QueueUnavailable(f"Redis does not answer: {words or type(error).__name__}")
+    return QueueError(words or type(error).__name__)
+
+
+def _evalsha(call: Call[Any]) -> tuple[Any, ...]:
+    return ("EVALSHA", sha(call.name), 1, call.prefix, *call.args)
+
+
+#: RESP2: redis-py's RESP3 turns its own check for dirty connections off.
+_COMMON: dict[str, Any] = {"protocol": 2, "decode_responses": False, "socket_connect_timeout": 2}
+
+
+class SyncQueue:
+    """One process's queue connections for threads. Safe to share between threads."""
+
+    def __init__(self, settings: QueueSettings) -> None:
+        self.settings = settings
+        self.keys = Keys(settings.fleet, settings.partition)
+        self.scripts = Scripts(self.keys)
+        pool = redis.BlockingConnectionPool.from_url(
+            settings.url,
+            max_connections=settings.max_connections,
+            timeout=2,
+            socket_timeout=2,
+            retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 2),
+            **_COMMON,
+        )
+        self.redis = redis.Redis(connection_pool=pool)
+        self._readers: list[redis.Redis] = []
+
+    def reader(self) -> redis.Redis:
+        """Return a client with one connection of its own for blocking reads of up to 1 s; it never retries."""
+        pool = redis.ConnectionPool.from_url(
+            self.settings.url, max_connections=1, socket_timeout=5, retry=Retry(ExponentialBackoff(), 0),
+            **_COMMON,
+        )  # fmt: skip
+        client = redis.Redis(connection_pool=pool)
+        self._readers.append(client)
+        return client
+
+    def run(self, call: Call[R]) -> R:
+        """Send one script call. Raise QueueFull, QueueUnavailable or QueueError."""
+        try:
+            try:
+                return call.decode(self.redis.execute_command(*_evalsha(call)))
+            except NoScriptError:
+                self.redis.script_load(source(call.name))
+                return call.decode(self.redis.execute_command(*_evalsha(call)))
+        except RedisError as error:
+            raise translate(error) from None
+
+    def run_many(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        """Send calls in order in one round trip; an answer (or a QueueError, returned) per call."""
+        if len(calls) == 1:
+            return [self.run(calls[0])]
+        try:
+            return self._pipeline(calls)
+        except RedisError as error:
+            raise translate(error) from None
+
+    def _pipeline(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        for _ in range(2):
+            with self.redis.pipeline(transaction=False) as pipe:
+                for call in calls:
+                    pipe.execute_command(*_evalsha(call))
+                answers = pipe.execute(raise_on_error=False)
+            missing = {c.name for c, a in zip(calls, answers, strict=True) if isinstance(a, NoScriptError)}
+            if not missing:
+                break
+            # Scripts are idempotent, so the whole batch is simply sent again, in order.
+            for name in missing:
+                self.redis.script_load(source(name))
+        return [translate(a) if isinstance(a, Exception) else c.decode(a) for c, a in zip(calls, answers, strict=True)]
+
+    def close(self) -> None:
+        for client in (*self._readers, self.redis):
+            client.connection_pool.disconnect()
+
+
+class AsyncQueue:
+    """One process's queue connections for asyncio. A cancelled `run` leaves a complete call or none."""
+
+    def __init__(self, settings: QueueSettings) -> None:
+        self.settings = settings
+        self.keys = Keys(settings.fleet, settings.partition)
+        self.scripts = Scripts(self.keys)
+        pool = aredis.BlockingConnectionPool.from_url(
+            settings.url,
+            max_connections=settings.max_connections // 2,
+            timeout=2,
+            socket_timeout=2,
+            retry=AsyncRetry(ExponentialBackoff(cap=0.5, base=0.05), 2),
+            **_COMMON,
+        )
+        self.redis = aredis.Redis(connection_pool=pool)
+        self._readers: list[aredis.Redis] = []
+
+    def reader(self) -> aredis.Redis:
+        """Return a client with one connection of its own for blocking reads of up to 1 s; it never retries."""
+        pool = aredis.ConnectionPool.from_url(
+            self.settings.url, max_connections=1, socket_timeout=5, retry=AsyncRetry(ExponentialBackoff(), 0),
+            **_COMMON,
+        )  # fmt: skip
+        client = aredis.Redis(connection_pool=pool)
+        self._readers.append(client)
+        return client
+
+    async def run(self, call: Call[R]) -> R:
+        """Send one script call. Raise QueueFull, QueueUnavailable or QueueError."""
+        try:
+            try:
+                return call.decode(await self.redis.execute_command(*_evalsha(call)))
+            except NoScriptError:
+                await self.redis.script_load(source(call.name))
+                return call.decode(await self.redis.execute_command(*_evalsha(call)))
+        except RedisError as error:
+            raise translate(error) from None
+
+    async def aclose(self) -> None:
+        for client in (*self._readers, self.redis):
+            await client.aclose()
+            await client.connection_pool.disconnect()
+
+
+def is_missing_group(error: ResponseError) -> bool:
+    """True when a stream or its group vanished under a reader (7.0 says UNBLOCKED, later servers NOGROUP)."""
+    return str(error).startswith(("NOGROUP", "UNBLOCKED"))

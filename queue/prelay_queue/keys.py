@@ -1,0 +1,111 @@
+"""Every Redis key and field, once.
+
+All keys of a partition begin with `prelay:{<fleet>.<partition>}:`. The braces are the hash tag: on Redis
+Cluster a partition is one slot, so a script may touch all of its keys. `fleet` is the model's fingerprint: two
+fleets on one Redis never take each other's jobs. Scripts get the prefix as KEYS[1] and derive the rest.
+
+job:<id>            hash     one job (one choice). Fields:
+                               v    protocol version
+                               st   state (state.py)
+                               ep   epoch: number of the attempt, from 1
+                               ow   owner: incarnation of the worker that may write; with ep the fence
+                               nx   next: how many tokens of the answer are in the log. The truth about emission
+                               spec the JobSpec as JSON; deleted at the end
+                               pt   prompt tokens        mt   max_tokens        n    choices of the request
+                               cls  priority class       sub  submit time, server ms
+                               dl   deadline, server ms, 0 none
+                               at   attachments "<api>#<token>", space separated: who is watching
+                               sk   si   work stream and entry id under which the job waits
+                               kv   hand-over reference (opaque JSON) while STAGED or ADOPTING
+                               kvo  incarnation that holds the exported KV; kve its epoch
+                               pe   times preempted      why  cause of the last preempt
+                               cr   crashes in a batch   ca   crashes while alone     cs  seq of the last crash
+                               rs:<ep>  the resume with which epoch <ep> began
+                               fin  finish reason        err  error body (JSON)       end  end time, server ms
+                             PEXPIRE after the end (retention).
+log:<id>            stream   the answer. Entry `<epoch>-<seq>`, field t = token id; the last entry has f = finish
+                             reason (and e = error) at seq = number of tokens. PEXPIRE after the end.
+queued              zset     jobs waiting for a prefill; score = server ms of the last check
+leases              zset     jobs that a worker owns; score = server ms at which the lease ends
+preempted           zset     jobs that wait for a requeue; score = server ms of the preempt
+work:prefill:<cls>:<r|n>             stream, group `g`: r = restarted, n = new. Fields id, tok (tokens to compute),
+work:decode:<domain>:<cls>:<r|n>       al (1: run alone). Deleted at claim, so XLEN is the backlog. Never trimmed.
+domains             set      KV domains that have had a decode stream
+live:<api>          stream   fan-in of one API process: field e = JSON list of events. MAXLEN ~ 4096, NOMKSTREAM:
+                             workers skip it when the API process is gone. EXPIRE 30 s, refreshed by its owner
+api:<api>           string   an API process is alive; EX 30
+ctl:<worker>        stream   control of one worker: field c = JSON command. MAXLEN ~ 1000, EXPIRE 60 s
+worker:<worker>     string   heartbeat, JSON; PX 15000
+workers             zset     incarnations by last heartbeat, server ms
+dead                stream   dead letters, MAXLEN ~ 10000
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .job import Priority
+
+#: Name of the one consumer group on every work stream.
+GROUP = "g"
+
+#: Streams of one stage are served in this order: a restarted job before a new one of its class.
+CLASS_ORDER = tuple(f"{cls}:{kind}" for cls in Priority for kind in ("r", "n"))
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The key names of one partition of one fleet."""
+
+    fleet: str
+    partition: int = 0
+
+    @property
+    def prefix(self) -> str:
+        return f"prelay:{{{self.fleet}.{self.partition}}}:"
+
+    def job(self, job_id: str) -> str:
+        return f"{self.prefix}job:{job_id}"
+
+    def log(self, job_id: str) -> str:
+        return f"{self.prefix}log:{job_id}"
+
+    @property
+    def queued(self) -> str:
+        return f"{self.prefix}queued"
+
+    @property
+    def leases(self) -> str:
+        return f"{self.prefix}leases"
+
+    @property
+    def preempted(self) -> str:
+        return f"{self.prefix}preempted"
+
+    @property
+    def domains(self) -> str:
+        return f"{self.prefix}domains"
+
+    @property
+    def workers(self) -> str:
+        return f"{self.prefix}workers"
+
+    @property
+    def dead(self) -> str:
+        return f"{self.prefix}dead"
+
+    def work(self, stage: str) -> tuple[str, ...]:
+        """Return the work streams of `stage` ("prefill" or "decode:<domain>") in serving order."""
+        return tuple(f"{self.prefix}work:{stage}:{tail}" for tail in CLASS_ORDER)
+
+    def live(self, api: str) -> str:
+        return f"{self.prefix}live:{api}"
+
+    def api(self, api: str) -> str:
+        return f"{self.prefix}api:{api}"
+
+    def control(self, worker: str) -> str:
+        return f"{self.prefix}ctl:{worker}"
+
+    def worker(self, worker: str) -> str:
+        return f"{self.prefix}worker:{worker}"

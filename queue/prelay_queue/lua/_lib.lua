@@ -1,0 +1,160 @@
+-- Shared by every script. KEYS[1] is the partition's prefix; all keys below share its hash tag.
+local P = KEYS[1]
+local RETENTION_MS = 300000
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+end
+
+local function jobkey(id) return P .. 'job:' .. id end
+local function logkey(id) return P .. 'log:' .. id end
+
+-- The state after an event, or nil where the table forbids it.
+local function advance(st, event) return STEPS[st .. ' ' .. event] end
+
+local function field(id, name) return redis.call('HGET', jobkey(id), name) end
+local function number(id, name) return tonumber(redis.call('HGET', jobkey(id), name) or '0') or 0 end
+
+-- Move a job between states and keep it in exactly one swept index.
+local function enter(id, from, to, score)
+  if SWEPT[from] and SWEPT[from] ~= SWEPT[to] then redis.call('ZREM', P .. SWEPT[from], id) end
+  if SWEPT[to] then redis.call('ZADD', P .. SWEPT[to], score, id) end
+  redis.call('HSET', jobkey(id), 'st', to)
+end
+
+-- Collect live events per API process, and flush them with one XADD each.
+local outbox = {}
+local function tell(id, event)
+  local at = field(id, 'at')
+  if not at or at == '' then return end
+  local told = {}
+  for api in string.gmatch(at, '([^ #]+)#') do
+    if not told[api] then
+      told[api] = true
+      outbox[api] = outbox[api] or {}
+      table.insert(outbox[api], event)
+    end
+  end
+end
+local function flush()
+  for api, events in pairs(outbox) do
+    redis.call('XADD', P .. 'live:' .. api, 'NOMKSTREAM', 'MAXLEN', '~', 4096, '*', 'e', cjson.encode(events))
+  end
+end
+
+-- A command to one worker, if it has a control stream (it makes it at start; it expires with the worker).
+local function control(worker, op, id, ep)
+  if not worker or worker == '' then return end
+  redis.call('XADD', P .. 'ctl:' .. worker, 'NOMKSTREAM', 'MAXLEN', '~', 1000, '*',
+    'c', cjson.encode({ op = op, id = id, ep = ep }))
+end
+
+-- The exporter may free the job's KV: nobody will read this export any more.
+local function release_export(id)
+  local v = redis.call('HMGET', jobkey(id), 'kvo', 'kve')
+  if v[1] and v[1] ~= '' then
+    control(v[1], 'release', id, tonumber(v[2]))
+    redis.call('HDEL', jobkey(id), 'kv', 'kvo', 'kve')
+  end
+end
+
+-- Put a waiting job into its work stream. Not for a job that stands in one already.
+local function push(id, stage, kind)
+  local v = redis.call('HMGET', jobkey(id), 'cls', 'pt', 'nx', 'cr')
+  local stream = P .. 'work:' .. stage .. ':' .. v[1] .. ':' .. kind
+  local alone = (tonumber(v[4] or '0') or 0) >= 2 and 1 or 0
+  local entry = redis.call('XADD', stream, '*', 'id', id, 'tok', tonumber(v[2]) + tonumber(v[3]), 'al', alone)
+  redis.call('HSET', jobkey(id), 'sk', stream, 'si', entry)
+end
+
+-- Take a waiting job out of its work stream.
+local function unpush(id)
+  local v = redis.call('HMGET', jobkey(id), 'sk', 'si')
+  if v[1] and v[1] ~= '' then
+    -- Without a group (XGROUP DESTROY, DEL) XACK answers 0; XDEL is what removes the entry.
+    redis.call('XACK', v[1], 'g', v[2])
+    redis.call('XDEL', v[1], v[2])
+    redis.call('HDEL', jobkey(id), 'sk', 'si')
+  end
+end
+
+-- All token ids of the log, in order.
+local function log_ids(id)
+  local ids = {}
+  for _, e in ipairs(redis.call('XRANGE', logkey(id), '-', '+')) do
+    if e[2][1] == 't' then table.insert(ids, tonumber(e[2][2])) end
+  end
+  return ids
+end
+
+-- Append tokens to the log: trims what is below `nx`, refuses a gap. Returns ok|gap and the new next.
+local function append(id, ep, seq, ids)
+  local nx = number(id, 'nx')
+  if seq > nx then return 'gap', nx end
+  local fresh = {}
+  for i = nx - seq + 1, #ids do
+    redis.call('XADD', logkey(id), ep .. '-' .. (seq + i - 1), 't', ids[i])
+    table.insert(fresh, ids[i])
+  end
+  if #fresh > 0 then
+    redis.call('HSET', jobkey(id), 'nx', nx + #fresh)
+    tell(id, { 't', id, ep, nx, fresh })
+  end
+  return 'ok', nx + #fresh
+end
+
+-- The one way a job ends.
+local function conclude(id, from, ep, reason, err)
+  local nx = number(id, 'nx')
+  unpush(id)
+  release_export(id)
+  enter(id, from, 'done', 0)
+  redis.call('HSET', jobkey(id), 'fin', reason, 'err', err, 'end', now_ms())
+  redis.call('HDEL', jobkey(id), 'spec')
+  redis.call('XADD', logkey(id), ep .. '-' .. nx, 'f', reason, 'e', err)
+  redis.call('PEXPIRE', jobkey(id), RETENTION_MS)
+  redis.call('PEXPIRE', logkey(id), RETENTION_MS)
+  tell(id, { 'e', id, ep, nx, reason, err })
+end
+
+-- Begin the next attempt at step 1, keeping the tokens below `resume`.
+local function restart(id, from, ep, resume)
+  local nx = number(id, 'nx')
+  if resume < 0 or resume > nx then resume = nx end
+  if resume < nx then
+    local doomed = {}
+    for _, e in ipairs(redis.call('XREVRANGE', logkey(id), '+', '-', 'COUNT', nx - resume)) do
+      table.insert(doomed, e[1])
+    end
+    for _, entry in ipairs(doomed) do redis.call('XDEL', logkey(id), entry) end
+  end
+  unpush(id)
+  release_export(id)
+  local nep = ep + 1
+  redis.call('HSET', jobkey(id), 'ep', nep, 'ow', '', 'nx', resume, 'rs:' .. nep, resume)
+  tell(id, { 'r', id, nep, resume })
+  if resume >= number(id, 'mt') then
+    conclude(id, from, nep, 'length', '')
+    return nep, resume
+  end
+  enter(id, from, 'queued', now_ms())
+  push(id, 'prefill', 'r')
+  return nep, resume
+end
+
+-- What is wrong with a write of (ep, ow) that `event` would make, or nil. A job that is over answers `done`.
+local function refusal(id, ep, ow, event)
+  local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'ow')
+  if not v[1] then return 'gone' end
+  if v[1] == 'done' then return 'done', v[1] end
+  if tonumber(v[2]) ~= ep or v[3] ~= ow then return 'fenced', v[1] end
+  if not advance(v[1], event) then return 'illegal', v[1] end
+  return nil, v[1]
+end
+
+-- Past its deadline?
+local function overdue(id)
+  local dl = number(id, 'dl')
+  return dl > 0 and now_ms() > dl
+end

@@ -1,0 +1,18 @@
+-- cancel(id, token): detach `token`; the job ends when nobody watches any more. token '' ends it at once.
+-- Answers ended | watched | done | gone.
+local id, token = ARGV[1], ARGV[2]
+local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'at', 'ow')
+if not v[1] then return 'gone' end
+if v[1] == 'done' then return 'done' end
+if token ~= '' then
+  local left = {}
+  for other in string.gmatch(v[3], '[^ ]+') do
+    if other ~= token then table.insert(left, other) end
+  end
+  redis.call('HSET', jobkey(id), 'at', table.concat(left, ' '))
+  if #left > 0 then return 'watched' end
+end
+control(v[4], 'stop', id, tonumber(v[2]))
+conclude(id, v[1], tonumber(v[2]), 'cancelled', '')
+flush()
+return 'ended'

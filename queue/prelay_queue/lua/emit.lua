@@ -1,0 +1,15 @@
+-- emit(owner, [[id, ep, seq, [token…]]…]): the tokens of one decode step, all jobs of the partition.
+-- Answers per job {ok|gap|fenced|done|gone|illegal, next}.
+local answers = {}
+for _, item in ipairs(cjson.decode(ARGV[2])) do
+  local id, ep, seq, ids = item[1], item[2], item[3], item[4]
+  local no = refusal(id, ep, ARGV[1], 'emit')
+  if no then
+    table.insert(answers, { no, 0 })
+  else
+    local code, nx = append(id, ep, seq, ids)
+    table.insert(answers, { code, nx })
+  end
+end
+flush()
+return answers

@@ -1,0 +1,14 @@
+-- preempt(id, ep, owner, reason): the owner has freed the job's KV and gives the attempt up.
+-- Answers ok | fenced | done | gone | illegal.
+local id, ep, ow, reason = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local no, st = refusal(id, ep, ow, 'preempt')
+if no == 'illegal' and st == 'preempted' then return 'ok' end
+if no then return no end
+unpush(id)
+release_export(id)
+redis.call('HINCRBY', jobkey(id), 'pe', 1)
+redis.call('HSET', jobkey(id), 'why', reason)
+enter(id, st, 'preempted', now_ms())
+tell(id, { 'p', id, ep, reason })
+flush()
+return 'ok'

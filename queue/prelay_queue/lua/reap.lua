@@ -1,0 +1,63 @@
+-- reap(limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error): give back what nobody looks after.
+-- Run it only after one lease of uninterrupted contact. Answers {reaped ids}, {requeued ids}, {pushed ids}, {dead ids}.
+local limit, grace, check, max_alone, dead_error =
+  tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
+local now = now_ms()
+local reaped, requeued, pushed, dead = {}, {}, {}, {}
+
+local function due(index, before)
+  return redis.call('ZRANGEBYSCORE', P .. index, '-inf', before, 'LIMIT', 0, limit)
+end
+
+-- 1. Leases that ended: the owner died, hangs or is cut off. A crash while alone counts towards the dead letter.
+for _, id in ipairs(due('leases', now)) do
+  local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'ow', 'cr', 'nx')
+  if not v[1] or not advance(v[1], 'reap') then
+    redis.call('ZREM', P .. 'leases', id)
+  else
+    local ep, crashes = tonumber(v[2]), tonumber(v[4])
+    control(v[3], 'stop', id, ep)
+    -- Waiting staged is not running: the exporter's death says nothing about this job.
+    if v[1] ~= 'staged' then
+      redis.call('HINCRBY', jobkey(id), crashes >= 2 and 'ca' or 'cr', 1)
+      redis.call('HSET', jobkey(id), 'cs', v[5])
+    end
+    if number(id, 'ca') >= max_alone then
+      conclude(id, v[1], ep, 'error', dead_error)
+      redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 10000, '*', 'id', id, 'why', 'crashed alone')
+      table.insert(dead, id)
+    else
+      restart(id, v[1], ep, -1)
+      table.insert(reaped, id)
+    end
+  end
+end
+
+-- 2. Preempts that no relay answered.
+for _, id in ipairs(due('preempted', now - grace)) do
+  local v = redis.call('HMGET', jobkey(id), 'st', 'ep')
+  if v[1] == 'preempted' then
+    restart(id, v[1], tonumber(v[2]), -1)
+    table.insert(requeued, id)
+  else
+    redis.call('ZREM', P .. 'preempted', id)
+  end
+end
+
+-- 3. Queued jobs: past their deadline, or their stream entry is gone (XTRIM, DEL of the stream).
+for _, id in ipairs(due('queued', now - check)) do
+  local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'sk', 'si')
+  if v[1] ~= 'queued' then
+    redis.call('ZREM', P .. 'queued', id)
+  elseif overdue(id) then
+    conclude(id, v[1], tonumber(v[2]), 'deadline', '')
+  else
+    if not v[3] or #redis.call('XRANGE', v[3], v[4], v[4]) == 0 then
+      push(id, 'prefill', 'r')
+      table.insert(pushed, id)
+    end
+    redis.call('ZADD', P .. 'queued', now, id)
+  end
+end
+flush()
+return { reaped, requeued, pushed, dead }

@@ -1,0 +1,22 @@
+-- submit(jobs): [{id, spec, cls, pt, mt, n, ttl, at, ep, ids}] of one request, all or (on OOM) none.
+-- Answers new | exists per job. `ep` and `ids` above 1/empty rebuild a job that Redis lost.
+-- No allow-oom here: a full Redis refuses new work and drains the old.
+local answers = {}
+for _, job in ipairs(cjson.decode(ARGV[1])) do
+  if redis.call('EXISTS', jobkey(job.id)) == 1 then
+    table.insert(answers, 'exists')
+  else
+    local now = now_ms()
+    local dl = job.ttl > 0 and now + job.ttl or 0
+    redis.call('HSET', jobkey(job.id), 'v', ARGV[2], 'st', 'queued', 'ep', job.ep, 'ow', '', 'nx', #job.ids,
+      'spec', job.spec, 'pt', job.pt, 'mt', job.mt, 'n', job.n, 'cls', job.cls, 'sub', now, 'dl', dl,
+      'at', job.at, 'pe', 0, 'cr', 0, 'ca', 0, 'rs:' .. job.ep, #job.ids)
+    for i, token in ipairs(job.ids) do
+      redis.call('XADD', logkey(job.id), job.ep .. '-' .. (i - 1), 't', token)
+    end
+    redis.call('ZADD', P .. 'queued', now, job.id)
+    push(job.id, 'prefill', job.ep > 1 and 'r' or 'n')
+    table.insert(answers, 'new')
+  end
+end
+return answers

@@ -1,0 +1,226 @@
+"""One typed stub per Lua script: pure encoding and decoding, no I/O.
+
+`Scripts(keys).emit(…)` returns a `Call`; `SyncQueue.run` and `AsyncQueue.run` (client.py) send it. Every script is
+safe to send twice and answers definitely the second time, so the client may retry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Generic, TypeVar
+
+import orjson
+
+from .job import PROTOCOL_VERSION, Claim, JobSpec
+from .keys import Keys
+from .state import as_lua
+
+R = TypeVar("R")
+
+NAMES = (
+    "submit", "claim", "handoff", "adopt", "emit", "preempt", "requeue", "renew", "finish", "cancel", "reap",
+)  # fmt: skip
+
+
+@cache
+def source(name: str) -> str:
+    """Return the whole Lua source of a script: flags, state table, library, body."""
+    folder = resources.files(__package__) / "lua"
+    # Only submit may be refused for memory: what drains the server must always run.
+    flags = "#!lua" if name == "submit" else "#!lua flags=allow-oom"
+    body = (folder / f"{name}.lua").read_text()
+    return "\n".join((flags, as_lua(), (folder / "_lib.lua").read_text(), body))
+
+
+@cache
+def sha(name: str) -> str:
+    return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[R]):
+    """One script call: what to send, and how to read the answer."""
+
+    name: str
+    prefix: str
+    args: tuple[str | bytes | int, ...]
+    decode: Callable[[Any], R]
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job to submit. `epoch` and `ids` are beyond 1 and empty only when Redis lost the job."""
+
+    spec: JobSpec
+    attachment: str = ""  # "<api>#<token>"
+    choices: int = 1
+    ttl_ms: int = 0  # to the deadline; 0 is none
+    epoch: int = 1
+    ids: tuple[int, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.spec.id,
+            "spec": self.spec.encode().decode(),
+            "cls": self.spec.priority,
+            "pt": len(self.spec.prompt_ids),
+            "mt": self.spec.sampling.max_tokens,
+            "n": self.choices,
+            "ttl": self.ttl_ms,
+            "at": self.attachment,
+            "ep": self.epoch,
+            "ids": list(self.ids),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Tokens seq … of one job at one epoch."""
+
+    job: str
+    epoch: int
+    seq: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """Answer to one emission: `ok` and the log's next seq, or why not."""
+
+    code: str
+    next: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """Answer to a claim. `claim` is set only with `ok`; stale, back and ended need nothing more."""
+
+    code: str
+    claim: Claim | None = None
+    protocol: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    """Answer to a requeue: `ok`, or `lost` to another's requeue (with its epoch and resume), `done`, `gone`."""
+
+    code: str
+    epoch: int
+    resume: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """What a sweep gave back, as job ids."""
+
+    reaped: tuple[str, ...] = ()
+    requeued: tuple[str, ...] = ()
+    pushed: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One item of a renewal: `run` = I own the attempt, `export` = I hold its KV."""
+
+    job: str
+    epoch: int
+    kind: str
+
+
+def text(raw: Any) -> str:
+    """Decode a reply that is bytes, or a string already."""
+    return raw.decode() if isinstance(raw, bytes) else str(raw)
+
+
+def _texts(raw: Any) -> tuple[str, ...]:
+    return tuple(text(item) for item in raw)
+
+
+def _claimed(raw: Any) -> Claimed:
+    code = text(raw[0])
+    if code != "ok":
+        return Claimed(code)
+    _, version, epoch, spec, kv, preempts, crashes, submitted, deadline, ids = raw
+    claim = Claim(
+        spec=JobSpec.decode(spec),
+        epoch=int(epoch),
+        ids=tuple(ids),
+        kv=kv if isinstance(kv, bytes) else str(kv).encode(),
+        preemptions=int(preempts),
+        alone=int(crashes) >= 2,
+        submitted_ms=int(submitted),
+        deadline_ms=int(deadline),
+    )
+    return Claimed(code, claim, int(version))
+
+
+class Scripts:
+    """The eleven scripts of one partition. The contract of each stands at the top of its Lua file."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+
+    def _call(self, name: str, decode: Callable[[Any], R], *args: str | bytes | int) -> Call[R]:
+        return Call(name, self.keys.prefix, args, decode)
+
+    def submit(self, jobs: Sequence[NewJob]) -> Call[tuple[str, ...]]:
+        """new | exists per job. Raises QueueFull when Redis is over its memory limit."""
+        payload = orjson.dumps([job.as_dict() for job in jobs])
+        return self._call("submit", _texts, payload, PROTOCOL_VERSION)
+
+    def claim(self, stream: str, entry: str, job: str, owner: str, lease_ms: int, place: bool = True) -> Call[Claimed]:
+        """Take (or, with place=False, put back) the job that `entry` of `stream` named."""
+        return self._call("claim", _claimed, stream, entry, job, owner, lease_ms, int(place))
+
+    def handoff(
+        self, job: str, epoch: int, owner: str, seq: int, token: int, kv: bytes, domain: str, lease_ms: int
+    ) -> Call[str]:
+        """Emit the first token and stage the job: ok | fenced | done | gone | illegal | gap."""
+        return self._call("handoff", text, job, epoch, owner, seq, token, kv, domain, lease_ms)
+
+    def adopt(self, job: str, epoch: int, owner: str) -> Call[str]:
+        """The KV is ours; the source may be freed: ok | fenced | done | gone | illegal."""
+        return self._call("adopt", text, job, epoch, owner)
+
+    def emit(self, owner: str, emissions: Sequence[Emission]) -> Call[list[Emitted]]:
+        """Write the tokens of one step; an answer per emission."""
+        payload = orjson.dumps([(e.job, e.epoch, e.seq, e.ids) for e in emissions])
+        return self._call("emit", lambda raw: [Emitted(text(c), int(n)) for c, n in raw], owner, payload)
+
+    def preempt(self, job: str, epoch: int, owner: str, reason: str) -> Call[str]:
+        """Give the attempt up (its KV is freed already): ok | fenced | done | gone | illegal."""
+        return self._call("preempt", text, job, epoch, owner, reason)
+
+    def requeue(self, job: str, epoch: int, resume: int, token: str = "") -> Call[Requeued]:
+        """Back to step 1 after a preempt. `resume` -1, or any but the sole attachment, keeps all emitted."""
+        return self._call("requeue", lambda r: Requeued(text(r[0]), int(r[1]), int(r[2])), job, epoch, resume, token)
+
+    def renew(self, owner: str, lease_ms: int, held: Sequence[Held]) -> Call[tuple[str, ...]]:
+        """Per item: run → kept | done | lost; export → hold | release."""
+        payload = orjson.dumps([(h.job, h.epoch, h.kind) for h in held])
+        return self._call("renew", _texts, owner, lease_ms, payload)
+
+    def finish(
+        self, job: str, epoch: int, owner: str, seq: int, ids: Sequence[int], reason: str, error: str = ""
+    ) -> Call[str]:
+        """The last tokens and the terminal event: ok | fenced | done | gone | illegal | gap."""
+        return self._call("finish", text, job, epoch, owner, seq, orjson.dumps(list(ids)), reason, error)
+
+    def cancel(self, job: str, token: str = "") -> Call[str]:
+        """Detach a viewer; the last one ends the job; '' ends it at once: ended | watched | done | gone."""
+        return self._call("cancel", text, job, token)
+
+    def reap(
+        self, limit: int, preempt_grace_ms: int, queued_check_ms: int, max_alone_crashes: int, error: str
+    ) -> Call[Reaped]:
+        """Give back expired leases, unanswered preempts and lost stream entries."""
+        return self._call(
+            "reap",
+            lambda raw: Reaped(*(_texts(ids) for ids in raw)),
+            limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error,
+        )  # fmt: skip

@@ -1,0 +1,40 @@
+"""How a process talks to Redis, and the times of the protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: Oldest servers with script flags and all commands used here.
+MINIMUM_REDIS = (7, 0)
+MINIMUM_VALKEY = (7, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueTimes:
+    """Times of the queue protocol, in milliseconds unless the name says otherwise."""
+
+    lease_ms: int = 10_000
+    renew_ms: int = 3_000
+    heartbeat_ms: int = 1_000
+    worker_ttl_ms: int = 15_000
+    #: A worker whose model loop has not stamped progress for this long renews nothing.
+    stall_ms: int = 20_000
+    #: A delivered entry that nobody claimed is taken over after this long.
+    pending_idle_ms: int = 5_000
+    #: A preempt that no relay answered is re-queued by a sweep after this long.
+    preempt_grace_ms: int = 2_000
+    #: A queued job's stream entry is checked this often.
+    queued_check_ms: int = 5_000
+    sweep_ms: int = 1_000
+    api_ttl_s: int = 30
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """Where the queue is. `url` is redis://, rediss:// or unix://."""
+
+    url: str
+    fleet: str
+    partition: int = 0
+    times: QueueTimes = field(default_factory=QueueTimes)
+    max_connections: int = 16

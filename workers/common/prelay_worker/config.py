@@ -1,0 +1,48 @@
+"""What a worker process is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from prelay_queue.settings import QueueSettings
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+
+
+@dataclass(frozen=True, slots=True)
+class NullModel:
+    """A fake model for tests and for measuring the pipeline: tokens are hashes of what came before.
+
+    In `divergent` mode the epoch goes into the hash, so that a resume that keeps the wrong tokens cannot hide
+    behind an identical regeneration.
+    """
+
+    vocab_size: int = 1000
+    divergent: bool = False
+    step_ms: float = 1.0
+    prefill_ms_per_token: float = 0.0
+    eos_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker process. `model` is a local folder; with `null` set it only serves the tokenizer (stop strings)."""
+
+    role: Role
+    queue: QueueSettings
+    model: Path | None
+    kv_blocks: int
+    block_size: int = 16
+    dtype: str = "auto"
+    max_running: int = 64
+    prefill_chunk: int = 256
+    max_model_len: int | None = None
+    threads: int = 1
+    max_preemptions: int = 3
+    null: NullModel | None = None
