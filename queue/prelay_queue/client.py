@@ -26,6 +26,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from . import failpoints
 from .errors import QueueError, QueueFull, QueueUnavailable
 from .keys import Keys
 from .scripts import Call, Scripts, sha, source
@@ -94,19 +95,27 @@ class SyncQueue:
 
     def run(self, call: Call[R]) -> R:
         """Send one script call. Raise QueueFull, QueueUnavailable or QueueError."""
+        failpoints.hit(f"{call.name}.before")
         try:
-            try:
-                return call.decode(self.redis.execute_command(*_evalsha(call)))
-            except NoScriptError:
-                self.redis.script_load(source(call.name))
-                return call.decode(self.redis.execute_command(*_evalsha(call)))
+            answer = self._send(call)
+            if failpoints.loses_reply(call.name):
+                answer = self._send(call)
         except RedisError as error:
             raise translate(error) from None
+        failpoints.hit(f"{call.name}.after")
+        return call.decode(answer)
+
+    def _send(self, call: Call[Any]) -> Any:
+        try:
+            return self.redis.execute_command(*_evalsha(call))
+        except NoScriptError:
+            self.redis.script_load(source(call.name))
+            return self.redis.execute_command(*_evalsha(call))
 
     def run_many(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Send calls in order in one round trip; an answer (or a QueueError, returned) per call."""
-        if len(calls) == 1:
-            return [self.run(calls[0])]
+        if len(calls) == 1 or failpoints.armed():
+            return [self.run(call) for call in calls]
         try:
             return self._pipeline(calls)
         except RedisError as error:
@@ -161,14 +170,22 @@ class AsyncQueue:
 
     async def run(self, call: Call[R]) -> R:
         """Send one script call. Raise QueueFull, QueueUnavailable or QueueError."""
+        await failpoints.ahit(f"{call.name}.before")
         try:
-            try:
-                return call.decode(await self.redis.execute_command(*_evalsha(call)))
-            except NoScriptError:
-                await self.redis.script_load(source(call.name))
-                return call.decode(await self.redis.execute_command(*_evalsha(call)))
+            answer = await self._send(call)
+            if failpoints.loses_reply(call.name):
+                answer = await self._send(call)
         except RedisError as error:
             raise translate(error) from None
+        await failpoints.ahit(f"{call.name}.after")
+        return call.decode(answer)
+
+    async def _send(self, call: Call[Any]) -> Any:
+        try:
+            return await self.redis.execute_command(*_evalsha(call))
+        except NoScriptError:
+            await self.redis.script_load(source(call.name))
+            return await self.redis.execute_command(*_evalsha(call))
 
     async def aclose(self) -> None:
         for client in (*self._readers, self.redis):
