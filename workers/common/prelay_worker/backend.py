@@ -1,0 +1,96 @@
+"""What a worker asks of its engine and of its KV transport: the seam between the protocol and the model.
+
+The real engine (prelay_engine) and the null engine (null.py) both stand behind it, so that every rule of the
+protocol is tested with the same worker code that serves models.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+from prelay_engine.sequence import BlockStats, Sequence, Step
+
+
+class EngineLike(Protocol):
+    """The engine, used by the model loop only, except `Transport` copies that touch one sequence's own memory."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def has_work(self) -> bool: ...
+    def fits(self, total_tokens: int) -> bool:
+        """Could one sequence of prompt + answer tokens ever be held, alone?"""
+        ...
+
+    def room(self, tokens: int) -> bool:
+        """Can a sequence of this many tokens be admitted now?"""
+        ...
+
+    def add(self, sequence: Sequence) -> None:
+        """Prefill it here. Takes all blocks it needs now, or raises."""
+        ...
+
+    def receive(self, sequence: Sequence) -> None:
+        """Make room for KV that will be copied in: its blocks are COPYING until `join` or `copied`."""
+        ...
+
+    def join(self, key: str) -> None:
+        """The copy is complete: decode from the next step on."""
+        ...
+
+    def drop(self, key: str) -> bool:
+        """Forget it and free its blocks; COPYING ones wait for `copied`."""
+        ...
+
+    def copied(self, key: str) -> None:
+        """The copy of a dropped sequence has ended: its blocks are free now."""
+        ...
+
+    def release(self, key: str) -> None:
+        """Give back the blocks of a held sequence."""
+        ...
+
+    def step(self) -> Step: ...
+    def stats(self) -> BlockStats: ...
+
+
+class Transport(ABC):
+    """How KV leaves a prefill worker and reaches a decode worker."""
+
+    #: Hand-overs work between workers of one domain (a host, or a cluster with a network transport).
+    domain: str
+
+    @abstractmethod
+    def export(self, key: str, tokens: int) -> bytes:
+        """Describe the held blocks of `key` so that any decode worker of the domain can read them."""
+
+    @abstractmethod
+    def fetch(self, kv: bytes, key: str, tokens: int) -> None:
+        """Copy the KV into the blocks that `receive` made; returns when the copy is complete and checked.
+
+        Called from a copy thread. Raises HandoverStale or HandoverBroken.
+        """
+
+    @abstractmethod
+    def forget(self, owner: str) -> None:
+        """The worker `owner` is lost: unmap its memory once no copy uses it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unmap and, for what we own, unlink."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """An engine with its transport, and what the fleet should know of them."""
+
+    engine: EngineLike
+    transport: Transport
+    block_size: int
+    context_len: int
+    model: str
+    detail: dict[str, str]

@@ -1,0 +1,155 @@
+"""The claim thread: takes entries from the work streams in serving order and claims the jobs they name."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from redis.exceptions import RedisError, ResponseError
+
+from prelay_queue.client import SyncQueue, is_missing_group
+from prelay_queue.errors import QueueError
+from prelay_queue.job import PROTOCOL_VERSION
+from prelay_queue.keys import GROUP
+from prelay_queue.scripts import text
+
+from .admission import Admission
+from .lease import LeaseKeeper
+from .messages import Claimed, Message, key_of
+
+log = logging.getLogger("prelay.claim")
+
+
+class Claimer:
+    """Claims jobs of one stage for one worker while `admission` is open."""
+
+    def __init__(
+        self,
+        queue: SyncQueue,
+        worker: str,
+        stage: str,
+        admission: Admission,
+        leases: LeaseKeeper,
+        post: Callable[[Message], None],
+    ) -> None:
+        self._queue = queue
+        self._worker = worker
+        self._streams = queue.keys.work(stage)
+        self._admission = admission
+        self._leases = leases
+        self._post = post
+        self._reader = queue.reader()
+        self._stopping = threading.Event()
+        self._recover_own = True  # after any error: look at our own pending entries first
+        self._cursors = dict.fromkeys(self._streams, "0-0")
+        self._turn = 0
+        self._thread = threading.Thread(target=self._run, name="claim", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Claims nothing after this returns (a blocked read ends within a second)."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            if not self._admission.wait_open(0.5):
+                continue
+            try:
+                self._turn_once()
+            except ResponseError as error:
+                if not is_missing_group(error):
+                    log.error("claim: %s", error)
+                    self._stopping.wait(1)
+                self._make_groups()
+            except (RedisError, QueueError) as error:
+                log.warning("claim: %s", error)
+                self._recover_own = True
+                self._stopping.wait(0.2 + random.random() * 0.3)  # noqa: S311 - jitter
+
+    def _make_groups(self) -> None:
+        for stream in self._streams:
+            try:
+                self._queue.redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
+            except RedisError as error:
+                log.warning("claim: %s", error)
+
+    def _turn_once(self) -> None:
+        """1 our own pending entries after an error, 2 others' abandoned ones, 3 new ones in order, 4 block."""
+        if self._recover_own:
+            for stream in self._streams:
+                self._take(self._read([stream], "0", None))
+            self._recover_own = False
+        self._turn += 1
+        if self._turn % 64 == 1 and self._steal():
+            return
+        for stream in self._order():
+            if self._take(self._read([stream], ">", None)):
+                return
+        self._take(self._read(list(self._streams), ">", 1000))
+        self._turn += 15  # an idle claimer looks for abandoned entries every few seconds
+
+    def _order(self) -> tuple[str, ...]:
+        """Serving order, with a share for the lower classes so that none starves: 1 turn in 10 begins at batch."""
+        pairs = [self._streams[i : i + 2] for i in range(0, len(self._streams), 2)]
+        start = {8: 1, 9: 1, 0: 2}.get(self._turn % 10, 0)
+        return tuple(stream for pair in pairs[start:] + pairs[:start] for stream in pair)
+
+    def _read(self, streams: list[str], cursor: str, block_ms: int | None) -> Any:
+        return self._reader.xreadgroup(GROUP, self._worker, dict.fromkeys(streams, cursor), count=1, block=block_ms)
+
+    def _take(self, reply: Any) -> bool:
+        taken = False
+        for stream, entries in reply or ():
+            for entry, fields in entries:
+                self._claim(text(stream), text(entry), fields)
+                taken = True
+        return taken
+
+    def _steal(self) -> bool:
+        """Take over what a consumer was handed and never claimed. The cursor goes on where it ended."""
+        stolen = False
+        for stream in self._streams:
+            cursor, entries, *_ = self._queue.redis.xautoclaim(
+                stream,
+                GROUP,
+                self._worker,
+                min_idle_time=self._queue.settings.times.pending_idle_ms,
+                start_id=self._cursors[stream],
+                count=1,
+            )
+            self._cursors[stream] = text(cursor)
+            for entry, fields in entries:
+                self._claim(stream, text(entry), fields)
+                stolen = True
+        return stolen
+
+    def _claim(self, stream: str, entry: str, fields: dict[bytes, bytes] | None) -> None:
+        if not fields:  # the entry was deleted while it was pending
+            self._queue.redis.xack(stream, GROUP, entry)
+            return
+        job, lease_ms = text(fields[b"id"]), self._queue.settings.times.lease_ms
+        try:
+            answer = self._queue.run(self._queue.scripts.claim(stream, entry, job, self._worker, lease_ms))
+        except QueueError:
+            self._recover_own = True
+            raise
+        claim = answer.claim
+        if claim is None:
+            return
+        if answer.protocol > PROTOCOL_VERSION:
+            # A newer fleet's job: leave it to a newer worker. Its lease ends and it is offered again.
+            log.warning("job %s speaks protocol %d, this worker %d", job, answer.protocol, PROTOCOL_VERSION)
+            return
+        self._leases.hold(claim.id, claim.epoch)
+        tokens = len(claim.spec.prompt_ids) + len(claim.ids)
+        self._admission.charge(key_of(claim.id, claim.epoch), tokens, claim.alone)
+        self._post(Claimed(claim))

@@ -1,0 +1,163 @@
+"""The lease thread: it renews what the worker holds, says that the worker lives, and sweeps for the fleet.
+
+It is a thread of its own so that a long model step costs no lease, and it stops renewing when the model loop has
+not stamped progress for `stall_ms`: a worker that hangs must lose its jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from redis.exceptions import RedisError
+
+from prelay_queue.client import SyncQueue
+from prelay_queue.errors import QueueError
+from prelay_queue.scripts import Held
+
+from .messages import Message, Release, Stop
+
+log = logging.getLogger("prelay.lease")
+
+CRASHED_ALONE = orjson.dumps(
+    {
+        "message": "the request was given up: the worker process ended twice while running it alone",
+        "type": "server_error",
+        "code": "worker_crashed",
+        "param": None,
+        "status": 500,
+    }
+).decode()
+
+
+class LeaseKeeper:
+    """Leases, heartbeat and sweep of one worker. `hold`, `export`, `drop` and `stamp` are for other threads."""
+
+    def __init__(self, queue: SyncQueue, worker: str, post: Callable[[Message], None]) -> None:
+        self._queue = queue
+        self._times = queue.settings.times
+        self._worker = worker
+        self._post = post
+        self._held: dict[tuple[str, int], str] = {}
+        self._lock = threading.Lock()
+        self._stamp = time.monotonic()
+        self._status: dict[str, Any] = {}
+        self._stopping = threading.Event()
+        self._contact_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    def start(self) -> None:
+        self._beat()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def hold(self, job: str, epoch: int) -> None:
+        """I own this attempt."""
+        with self._lock:
+            self._held[job, epoch] = "run"
+
+    def export(self, job: str, epoch: int) -> None:
+        """I hold this attempt's KV for a decode worker."""
+        with self._lock:
+            self._held[job, epoch] = "export"
+
+    def drop(self, job: str, epoch: int) -> None:
+        with self._lock:
+            self._held.pop((job, epoch), None)
+
+    def stamp(self) -> None:
+        """The model loop is alive."""
+        self._stamp = time.monotonic()
+
+    def publish(self, status: dict[str, Any]) -> None:
+        """Replace what the heartbeat says about this worker."""
+        self._status = status
+
+    @property
+    def progress_ms(self) -> int:
+        return int((time.monotonic() - self._stamp) * 1000)
+
+    def _run(self) -> None:
+        due = {
+            self._renew: self._times.renew_ms,
+            self._beat: self._times.heartbeat_ms,
+            self._sweep: self._times.sweep_ms,
+        }
+        at = {task: time.monotonic() + every / 1000 for task, every in due.items()}
+        while not self._stopping.wait(max(0.01, min(at.values()) - time.monotonic())):
+            for task, every in due.items():
+                if time.monotonic() >= at[task]:
+                    self._attempt(task)
+                    at[task] = time.monotonic() + every / 1000 * random.uniform(0.9, 1.1)  # noqa: S311 - jitter
+
+    def _attempt(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+            self._contact_since = self._contact_since or time.monotonic()
+        except (QueueError, RedisError) as error:
+            if self._contact_since is not None:
+                log.warning("lost contact with Redis: %s", error)
+            self._contact_since = None
+
+    def _renew(self) -> None:
+        if self.progress_ms > self._times.stall_ms:
+            log.error("the model loop has not moved for %d ms: leases are not renewed", self.progress_ms)
+            return
+        with self._lock:
+            held = [Held(job, epoch, kind) for (job, epoch), kind in self._held.items()]
+        if not held:
+            return
+        answers = self._queue.run(self._queue.scripts.renew(self._worker, self._times.lease_ms, held))
+        for item, answer in zip(held, answers, strict=True):
+            self._act(item, answer)
+
+    def _act(self, item: Held, answer: str) -> None:
+        if answer in ("kept", "hold"):
+            return
+        with self._lock:
+            if self._held.get((item.job, item.epoch)) != item.kind:
+                return  # it moved on while the answer travelled
+        if answer == "release":
+            self._post(Release(item.job, item.epoch))
+        else:
+            self._post(Stop(item.job, item.epoch, answer))
+
+    def _beat(self) -> None:
+        keys, now = self._queue.keys, self._server_ms()
+        body = {**self._status, "progress_ms": self.progress_ms, "t": now}
+        with self._queue.redis.pipeline(transaction=False) as pipe:
+            pipe.set(keys.worker(self._worker), orjson.dumps(body), px=self._times.worker_ttl_ms)
+            pipe.zadd(keys.workers, {self._worker: now})
+            pipe.zremrangebyscore(keys.workers, "-inf", now - 4 * self._times.worker_ttl_ms)
+            pipe.expire(keys.control(self._worker), 60)
+            pipe.execute()
+
+    def _server_ms(self) -> int:
+        seconds, micros = self._queue.redis.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    def _sweep(self) -> None:
+        # An outage must not expire the world: the holders need one lease to renew first.
+        if self._contact_since is None or (time.monotonic() - self._contact_since) * 1000 < self._times.lease_ms:
+            return
+        times = self._times
+        swept = self._queue.run(
+            self._queue.scripts.reap(100, times.preempt_grace_ms, times.queued_check_ms, 2, CRASHED_ALONE)
+        )
+        for what in ("reaped", "requeued", "pushed", "dead"):
+            if ids := getattr(swept, what):
+                log.warning("sweep: %s %s", what, ", ".join(ids))
+
+    def farewell(self) -> None:
+        """Remove the heartbeat: the fleet need not wait for it to expire."""
+        keys = self._queue.keys
+        self._queue.redis.delete(keys.worker(self._worker), keys.control(self._worker))
+        self._queue.redis.zrem(keys.workers, self._worker)

@@ -1,0 +1,211 @@
+"""The null model: the whole protocol with no torch, in a process that starts in a third of a second.
+
+Its next token is a hash of all tokens before it, so a wrong resume gives a wrong chain; in divergent mode also of the
+epoch, so that a resume which keeps the wrong tokens cannot hide behind an identical regeneration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import orjson
+
+from prelay_engine.sequence import BlockStats, NewToken, Sequence, Step
+from prelay_queue import failpoints
+from prelay_queue.job import FinishReason
+
+from .backend import Backend, Transport
+from .config import NullModel, Role, WorkerConfig
+from .errors import HandoverBroken, HandoverStale, StartupError
+
+
+def null_token(prefix: Iterable[int], epoch: int | None, vocab_size: int) -> int:
+    """Return the token after `prefix` (prompt and answer so far); `epoch` is None outside divergent mode."""
+    digest = hashlib.blake2b(digest_size=8)
+    for token in prefix:
+        digest.update(token.to_bytes(4, "little"))
+    if epoch is not None:
+        digest.update(f"epoch {epoch}".encode())
+    return int.from_bytes(digest.digest(), "little") % vocab_size
+
+
+@dataclass(slots=True)
+class _Running:
+    sequence: Sequence
+    blocks: int
+    state: str  # prefill | held | copying | decode
+    dropped: bool = False
+    generations: list[int] = field(default_factory=list)
+
+
+class NullEngine:
+    """Stands behind `EngineLike`: real admission, blocks, eviction and hand-over states, no arithmetic."""
+
+    def __init__(self, model: NullModel, num_blocks: int, block_size: int, max_running: int) -> None:
+        self._model = model
+        self._total = num_blocks
+        self._block_size = block_size
+        self._max_running = max_running
+        self._held: dict[str, _Running] = {}
+        self._generation = 0
+
+    def __repr__(self) -> str:
+        return f"NullEngine({self.stats()}, {[(k, r.state) for k, r in self._held.items()]})"
+
+    @property
+    def running(self) -> int:
+        return sum(r.state == "decode" for r in self._held.values())
+
+    @property
+    def waiting(self) -> int:
+        return sum(r.state in ("prefill", "copying") for r in self._held.values())
+
+    @property
+    def has_work(self) -> bool:
+        return any(r.state in ("prefill", "decode") for r in self._held.values())
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    def _free(self) -> int:
+        return self._total - sum(r.blocks for r in self._held.values())
+
+    def fits(self, total_tokens: int) -> bool:
+        return self._blocks(total_tokens) <= self._total
+
+    def room(self, tokens: int) -> bool:
+        return self._blocks(tokens) <= self._free() and len(self._held) < self._max_running
+
+    def _take(self, sequence: Sequence, state: str) -> None:
+        tokens = len(sequence.prompt_ids) + len(sequence.ids)
+        if sequence.reserved:
+            tokens = len(sequence.prompt_ids) + sequence.sampling.max_tokens
+        assert self.room(tokens), "the worker asks for room first"
+        self._generation += 1
+        self._held[sequence.key] = _Running(sequence, self._blocks(tokens), state, generations=[self._generation])
+
+    def add(self, sequence: Sequence) -> None:
+        self._take(sequence, "prefill")
+
+    def receive(self, sequence: Sequence) -> None:
+        self._take(sequence, "copying")
+
+    def join(self, key: str) -> None:
+        self._held[key].state = "decode"
+
+    def drop(self, key: str) -> bool:
+        running = self._held.get(key)
+        if running is None:
+            return False
+        if running.state == "copying":
+            running.dropped = True
+        else:
+            del self._held[key]
+        return True
+
+    def copied(self, key: str) -> None:
+        running = self._held.get(key)
+        if running is not None and running.dropped:
+            del self._held[key]
+
+    def release(self, key: str) -> None:
+        self._held.pop(key, None)
+
+    def generation(self, key: str) -> int:
+        return self._held[key].generations[0]
+
+    def stats(self) -> BlockStats:
+        copying = sum(r.blocks for r in self._held.values() if r.state == "copying")
+        free = self._free()
+        return BlockStats(self._total, free, copying, leased=self._total - free - copying)
+
+    def step(self) -> Step:
+        active = [r for r in self._held.values() if r.state in ("prefill", "decode")]
+        prefilled = sum(len(r.sequence.prompt_ids) + len(r.sequence.ids) for r in active if r.state == "prefill")
+        time.sleep((self._model.step_ms + self._model.prefill_ms_per_token * prefilled) / 1000)
+        evicted: list[str] = []
+        tokens: list[NewToken] = []
+        held: list[str] = []
+        for running in active:
+            if running.sequence.key in evicted or not self._grow(running, evicted):
+                continue
+            tokens.append(self._sample(running))
+            self._settle(running, tokens[-1], held)
+        return Step(tuple(t for t in tokens if t.key not in evicted), tuple(evicted), tuple(held))
+
+    def _grow(self, running: _Running, evicted: list[str]) -> bool:
+        """Take one more block when this step needs it, evicting the latest of the lowest class. False: itself."""
+        sequence = running.sequence
+        if running.state != "decode" or sequence.reserved:
+            return True
+        need = self._blocks(len(sequence.prompt_ids) + len(sequence.ids) + 1)
+        while need > running.blocks and self._free() < need - running.blocks:
+            victims = [r for r in self._held.values() if r.state == "decode" and not r.sequence.reserved]
+            victim = max(victims, key=lambda r: (r.sequence.priority, r.sequence.arrival_ms, r.sequence.key))
+            evicted.append(victim.sequence.key)
+            del self._held[victim.sequence.key]
+            if victim is running:
+                return False
+        running.blocks = max(running.blocks, need)
+        return True
+
+    def _sample(self, running: _Running) -> NewToken:
+        sequence = running.sequence
+        epoch = int(sequence.key.rpartition("@")[2]) if self._model.divergent else None
+        token = null_token((*sequence.prompt_ids, *sequence.ids), epoch, self._model.vocab_size)
+        sequence.ids.append(token)
+        finish, sampling = None, sequence.sampling
+        eos = () if sampling.ignore_eos else self._model.eos_ids
+        if token in (*eos, *sampling.stop_token_ids):
+            finish = FinishReason.STOP
+        elif len(sequence.ids) >= sampling.max_tokens:
+            finish = FinishReason.LENGTH
+        return NewToken(sequence.key, len(sequence.ids) - 1, token, finish)
+
+    def _settle(self, running: _Running, new: NewToken, held: list[str]) -> None:
+        if new.finish is not None:
+            del self._held[new.key]
+        elif running.sequence.hand_over:
+            running.state = "held"
+            held.append(new.key)
+        else:
+            running.state = "decode"
+
+
+class NullTransport(Transport):
+    """Hands over nothing but a checksum of what the KV would hold."""
+
+    def __init__(self, domain: str, engine: NullEngine) -> None:
+        self.domain = domain
+        self._engine = engine
+
+    def export(self, key: str, tokens: int) -> bytes:
+        return orjson.dumps({"null": key.rpartition("@")[0], "tokens": tokens, "gen": self._engine.generation(key)})
+
+    def fetch(self, kv: bytes, key: str, tokens: int) -> None:
+        failpoints.hit("copy.before")
+        try:
+            ref = orjson.loads(kv)
+            job, exported = ref["null"], ref["tokens"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise HandoverBroken(f"cannot read the KV reference ({error}): {kv[:200]!r}") from None
+        if job != key.rpartition("@")[0] or exported != tokens:
+            raise HandoverStale(f"the export is of {job} with {exported} tokens, not {key} with {tokens}")
+        failpoints.hit("copy.after")
+
+    def forget(self, owner: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def null_backend(config: WorkerConfig) -> Backend:
+    """Build the null model's backend. Decode workers of one host share one domain, as real ones do."""
+    if config.null is None:
+        raise StartupError("null_backend needs a NullModel")
+    engine = NullEngine(config.null, config.kv_blocks, config.block_size, config.max_running)
+    domain = "null" if config.role is not Role.UNIFIED else "null-unified"
+    context = config.max_model_len or config.kv_blocks * config.block_size
+    return Backend(engine, NullTransport(domain, engine), config.block_size, context, "null", {})

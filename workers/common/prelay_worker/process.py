@@ -1,0 +1,72 @@
+"""Start a worker process: from its configuration to the model loop."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+from prelay_queue.client import SyncQueue
+from prelay_queue.errors import QueueError
+from prelay_queue.job import Claim
+from prelay_queue.server import inspect, load_scripts
+
+from .backend import Backend
+from .config import WorkerConfig
+from .errors import StartupError
+from .null import null_backend
+from .worker import MatcherFactory, Worker
+from .writer import Matcher
+
+WorkerClass = Callable[[WorkerConfig, Backend, MatcherFactory], Worker]
+
+
+def run_worker(make: WorkerClass, config: WorkerConfig) -> int:
+    """Load, serve and end. Return the exit code; what cannot work is one line on stderr and 1."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    try:
+        check_server(config)
+        worker = make(config, _backend(config), _matcher_factory(config))
+    except (StartupError, QueueError) as error:
+        print(f"prelay {config.role}: {error}", file=sys.stderr)
+        return 1
+    return worker.run()
+
+
+def check_server(config: WorkerConfig) -> None:
+    """Raise StartupError when the server will not do, QueueError when it does not answer."""
+    queue = SyncQueue(config.queue)
+    try:
+        if problems := inspect(queue.redis).problems():
+            raise StartupError("; ".join(problems))
+        load_scripts(queue)
+    finally:
+        queue.close()
+
+
+def _backend(config: WorkerConfig) -> Backend:
+    if config.null is not None:
+        return null_backend(config)
+    from .real import real_backend  # torch is imported only when there is a model to run
+
+    return real_backend(config)
+
+
+def _matcher_factory(config: WorkerConfig) -> MatcherFactory:
+    if config.model is None:
+        return lambda _: None
+    from prelay_text.stops import StopMatcher
+    from prelay_text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(config.model)
+
+    def make(claim: Claim) -> Matcher | None:
+        stops = claim.spec.sampling.stop
+        if not stops:
+            return None
+        matcher = StopMatcher(stops, tokenizer)
+        for token in claim.ids:
+            matcher.push(token)
+        return matcher
+
+    return make

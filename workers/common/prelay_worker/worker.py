@@ -1,0 +1,355 @@
+"""The life of a worker process: five threads around one model loop.
+
+    claim ──┐                        ┌── writer ── scripts
+    control ┼── inbox ── model loop ─┤
+    lease ──┘        (owns the       └── copy threads (decode)
+                      engine)
+
+All engine state belongs to the model loop; the other threads talk to it through the inbox, and it answers through
+the writer. One turn of the loop is `_turn`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import orjson
+
+from prelay_engine.sequence import NewToken, Sequence, Step
+from prelay_queue.client import SyncQueue
+from prelay_queue.job import Claim, Priority
+
+from .admission import Admission
+from .backend import Backend
+from .claimer import Claimer
+from .config import WorkerConfig
+from .control import Control
+from .identity import incarnation
+from .lease import LeaseKeeper
+from .messages import Claimed, Copied, Drain, Evict, Exported, Message, Release, Stop, key_of
+from .writer import Fail, GiveUp, Matcher, Tokens, Write, Writer
+
+log = logging.getLogger("prelay.worker")
+
+_PRIORITY = {Priority.INTERACTIVE: 0, Priority.NORMAL: 1, Priority.BATCH: 2}
+
+#: Builds a stop-string matcher that has seen `ids`; None when the job has no stop strings.
+MatcherFactory = Callable[[Claim], Matcher | None]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt that this worker holds. `emitted` counts the tokens put to the writer, over the whole answer."""
+
+    claim: Claim
+    emitted: int
+    exported: bool = False
+    released: bool = False  # the release overtook the answer to our own hand-over
+
+    @property
+    def key(self) -> str:
+        return key_of(self.claim.id, self.claim.epoch)
+
+
+class Worker(ABC):
+    """What prefill, decode and unified workers share. Subclasses say how a claim becomes work."""
+
+    def __init__(self, config: WorkerConfig, backend: Backend, matcher: MatcherFactory) -> None:
+        self.config = config
+        self.backend = backend
+        self.engine = backend.engine
+        self.id = incarnation()
+        self.queue = SyncQueue(config.queue)
+        self._make_matcher = matcher
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.attempts: dict[str, Attempt] = {}
+        self._heads: deque[Claim] = deque()  # claimed, and waiting for room in claim order
+        self._draining = False
+        self._admission = Admission(backend.block_size)
+        self.leases = LeaseKeeper(self.queue, self.id, self._inbox.put)
+        self.writer = Writer(self.queue, self.id, backend.transport.domain, self._inbox.put)
+        self._control = Control(self.queue, self.id, self._inbox.put)
+        self._claimer = Claimer(self.queue, self.id, self.stage(), self._admission, self.leases, self._inbox.put)
+
+    # What a role decides.
+
+    @abstractmethod
+    def stage(self) -> str:
+        """Return the stage whose work streams this worker serves: "prefill" or "decode:<domain>"."""
+
+    @abstractmethod
+    def admit(self, claim: Claim, sequence: Sequence) -> None:
+        """Begin the attempt: there is room for it."""
+
+    @abstractmethod
+    def tokens_needed(self, claim: Claim) -> int:
+        """Return how many tokens of KV the attempt needs at admission."""
+
+    def on_held(self, key: str, token: NewToken) -> None:  # noqa: ARG002
+        """A hand-over sequence has its prefill complete and its first token sampled."""
+        raise AssertionError(f"{key} is held, and this role hands nothing over")
+
+    def on_copied(self, message: Copied) -> None:
+        """A copy thread has ended."""
+        raise AssertionError(f"{message.key} was copied, and this role copies nothing")
+
+    def close_role(self) -> None:  # noqa: B027 - most roles start nothing
+        """Stop what the role started itself."""
+
+    # The life of the process.
+
+    def run(self) -> int:
+        """Serve until a drain is asked for (SIGTERM, SIGINT, control). Return the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._inbox.put(Drain()))
+        self._publish()
+        self._control.start()
+        self.leases.start()
+        self.writer.start()
+        self._claimer.start()
+        log.info("worker %s is ready", self.id)
+        while not self._draining:
+            self._turn()
+        self._shut_down()
+        return 0
+
+    def _shut_down(self) -> None:
+        """Give back and stop, in an order in which nothing is lost.
+
+        1 stop claiming, so that nothing new arrives; 2 take what arrived meanwhile; 3 give every attempt back, which
+        restarts it elsewhere; 4 write that out; 5 stop renewing, only after the writes; 6 say farewell.
+        """
+        self._claimer.stop()
+        self._drain_inbox()
+        for attempt in list(self.attempts.values()):
+            self._evict(attempt, "drain")
+        for claim in self._take_heads(lambda _: True):
+            self._put([GiveUp(claim.id, claim.epoch, "drain")])
+        self.writer.stop(timeout_s=5)
+        self.leases.stop()
+        self._control.stop()
+        self.close_role()
+        self.backend.transport.close()
+        try:
+            self.leases.farewell()
+        except Exception as error:  # the process ends anyway; the heartbeat then expires by itself
+            log.warning("farewell: %s", error)
+        self.queue.close()
+
+    # One turn of the model loop.
+
+    def _turn(self) -> None:
+        """1 hear the other threads, 2 admit who waits, 3 one engine step, 4 write its tokens, 5 say how it stands."""
+        self._hear()
+        self._admit_heads()
+        if self.engine.has_work:
+            self._after(self.engine.step())
+        self._publish()
+
+    def _hear(self) -> None:
+        if not self.engine.has_work:
+            try:
+                self._on(self._inbox.get(timeout=0.5))
+            except queue.Empty:
+                return
+        self._drain_inbox()
+
+    def _drain_inbox(self) -> None:
+        while True:
+            try:
+                self._on(self._inbox.get_nowait())
+            except queue.Empty:
+                return
+
+    def _on(self, message: Message) -> None:
+        match message:
+            case Claimed(claim):
+                self._on_claimed(claim)
+            case Stop(job, epoch, why):
+                self._on_stop(key_of(job, epoch), why)
+            case Release(job, epoch):
+                self._on_release(key_of(job, epoch))
+            case Evict(job, epoch):
+                self._on_evict(job, epoch)
+            case Exported(key):
+                self._on_exported(key)
+            case Copied():
+                self.on_copied(message)
+            case Drain():
+                self._draining = True
+
+    def _on_claimed(self, claim: Claim) -> None:
+        self._admission.settle(key_of(claim.id, claim.epoch))
+        total = len(claim.spec.prompt_ids) + claim.spec.sampling.max_tokens
+        if not self.engine.fits(total):
+            stats = self.engine.stats()
+            self._fail(
+                claim,
+                f"prompt ({len(claim.spec.prompt_ids)} tokens) + max_tokens ({claim.spec.sampling.max_tokens}) "
+                f"need {total} tokens of KV, and this worker's pool holds {stats.total * self.backend.block_size}",
+                "context_length_exceeded",
+                400,
+            )
+            return
+        self._heads.append(claim)
+
+    def _admit_heads(self) -> None:
+        """Admit in claim order; the first that does not fit keeps the others waiting, so it cannot starve."""
+        while self._heads and self._has_room(self._heads[0]):
+            claim = self._heads.popleft()
+            attempt = Attempt(claim, emitted=len(claim.ids))
+            self.attempts[attempt.key] = attempt
+            matcher = self._make_matcher(claim)
+            if matcher is not None:
+                self.writer.watch(attempt.key, matcher)
+            self.admit(claim, self._sequence(claim))
+
+    def _has_room(self, claim: Claim) -> bool:
+        if claim.alone and (self.engine.running or self.engine.waiting):
+            return False
+        if any(attempt.claim.alone for attempt in self.attempts.values()):
+            return False
+        if self.reserved(claim):
+            return self.engine.room(len(claim.spec.prompt_ids) + claim.spec.sampling.max_tokens)
+        return self.engine.room(self.tokens_needed(claim))
+
+    def reserved(self, claim: Claim) -> bool:
+        """After `max_preemptions` a job gets its full remaining KV at admission, and is not preempted again."""
+        return claim.preemptions >= self.config.max_preemptions
+
+    def _sequence(self, claim: Claim) -> Sequence:
+        return Sequence(
+            key=key_of(claim.id, claim.epoch),
+            prompt_ids=claim.spec.prompt_ids,
+            sampling=claim.spec.sampling,
+            ids=list(claim.ids),
+            priority=_PRIORITY[claim.spec.priority],
+            arrival_ms=claim.submitted_ms,
+            reserved=self.reserved(claim),
+        )
+
+    def _after(self, step: Step) -> None:
+        held = set(step.held)
+        writes: list[Write] = []
+        for new in step.tokens:
+            attempt = self.attempts.get(new.key)
+            if attempt is None:
+                continue  # stopped while the step ran
+            attempt.emitted = new.seq + 1
+            if new.key in held and new.finish is None:
+                self.on_held(new.key, new)
+                continue
+            writes.append(Tokens(attempt.claim.id, attempt.claim.epoch, new.seq, (new.token,), new.finish))
+            if new.finish is not None:
+                self._forget(attempt)
+        for key in step.evicted:
+            attempt = self.attempts.get(key)
+            if attempt is not None:
+                writes.append(GiveUp(attempt.claim.id, attempt.claim.epoch, "kv"))
+                self._forget(attempt)
+        self._put(writes)
+
+    def _publish(self) -> None:
+        self.leases.stamp()
+        stats = self.engine.stats()
+        slots = max(0, self.config.max_running - len(self.attempts))
+        alone = any(a.claim.alone for a in self.attempts.values())
+        self._admission.publish(stats.free, slots, closed=bool(self._heads) or self._draining or alone)
+        self.leases.publish(
+            {
+                "id": self.id,
+                "role": self.config.role,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "state": "draining" if self._draining else "ready",
+                "running": self.engine.running,
+                "waiting": self.engine.waiting + len(self._heads),
+                "kv": {
+                    "total": stats.total,
+                    "free": stats.free,
+                    "copying": stats.copying,
+                    "leased": stats.leased,
+                    "cached": stats.cached,
+                    "orphaned": stats.orphaned,
+                },
+                "block_size": self.backend.block_size,
+                "context_len": self.backend.context_len,
+                "model": self.backend.model,
+                "domain": self.backend.transport.domain,
+                **self.backend.detail,
+            }
+        )
+
+    # Ends of an attempt.
+
+    def _on_stop(self, key: str, why: str) -> None:
+        attempt = self.attempts.get(key)
+        if attempt is None:
+            self._take_heads(lambda claim: key_of(claim.id, claim.epoch) == key)
+            return
+        log.info("%s stops here: %s", key, why)
+        self._free(attempt)
+
+    def _on_release(self, key: str) -> None:
+        attempt = self.attempts.get(key)
+        if attempt is None:
+            return
+        attempt.released = True
+        if attempt.exported:
+            self._free(attempt)
+
+    def _on_exported(self, key: str) -> None:
+        attempt = self.attempts.get(key)
+        if attempt is not None:
+            attempt.exported = True
+            self.leases.export(attempt.claim.id, attempt.claim.epoch)
+            if attempt.released:
+                self._free(attempt)
+
+    def _on_evict(self, job: str, epoch: int) -> None:
+        for attempt in list(self.attempts.values()):
+            if attempt.claim.id == job and epoch in (0, attempt.claim.epoch):
+                self._evict(attempt, "admin")
+        for claim in self._take_heads(lambda claim: claim.id == job and epoch in (0, claim.epoch)):
+            self._put([GiveUp(claim.id, claim.epoch, "admin")])
+
+    def _take_heads(self, wanted: Callable[[Claim], bool]) -> list[Claim]:
+        """Remove claims that wait for room, and their leases."""
+        taken = [claim for claim in self._heads if wanted(claim)]
+        self._heads = deque(claim for claim in self._heads if not wanted(claim))
+        for claim in taken:
+            self.leases.drop(claim.id, claim.epoch)
+        return taken
+
+    def _evict(self, attempt: Attempt, reason: str) -> None:
+        """Free first, then say so: the blocks are free when the job can be claimed again."""
+        self._free(attempt)
+        self._put([GiveUp(attempt.claim.id, attempt.claim.epoch, reason)])
+
+    def _free(self, attempt: Attempt) -> None:
+        """Give back what the attempt holds in the engine, and forget it."""
+        if attempt.exported:
+            self.engine.release(attempt.key)
+        else:
+            self.engine.drop(attempt.key)
+        self._forget(attempt)
+
+    def _forget(self, attempt: Attempt) -> None:
+        self.attempts.pop(attempt.key, None)
+        self.leases.drop(attempt.claim.id, attempt.claim.epoch)
+
+    def _fail(self, claim: Claim, message: str, code: str, status: int) -> None:
+        body = {"message": message, "type": "invalid_request_error", "code": code, "param": None, "status": status}
+        self.leases.drop(claim.id, claim.epoch)
+        self._put([Fail(claim.id, claim.epoch, len(claim.ids), orjson.dumps(body).decode())])
+
+    def _put(self, writes: Iterable[Write]) -> None:
+        self.writer.put(writes, self.leases.stamp)

@@ -1,0 +1,252 @@
+"""The writer thread: every write of a worker to the queue, in order, off the model thread.
+
+The model loop puts operations in; step n+1 computes while step n is written. What has gathered since the last round
+trip goes out in one. Stop strings are matched here, so that the canonical end of an answer does not depend on who
+watches it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from prelay_queue import failpoints
+from prelay_queue.client import SyncQueue
+from prelay_queue.errors import QueueError, QueueUnavailable
+from prelay_queue.job import FinishReason
+from prelay_queue.scripts import Call, Emission
+
+from .messages import Exported, Message, Stop, key_of
+
+log = logging.getLogger("prelay.writer")
+
+#: Steps the model loop may run ahead of the queue before it waits.
+BACKLOG = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """An operation on one attempt."""
+
+    job: str
+    epoch: int
+
+    @property
+    def key(self) -> str:
+        return key_of(self.job, self.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens(Write):
+    """Tokens seq … of the answer; `reason` is set with the last ones."""
+
+    seq: int
+    ids: tuple[int, ...]
+    reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff(Write):
+    """The KV is ready and the first token sampled."""
+
+    seq: int
+    token: int
+    kv: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt(Write):
+    """The KV is ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp(Write):
+    """The attempt's KV is freed; the job goes back to step 1."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail(Write):
+    """The job ends with an error. `body` is OpenAI's error object as JSON."""
+
+    seq: int
+    body: str
+
+
+class Matcher(Protocol):
+    """Tells the token that completes a stop string."""
+
+    def push(self, token: int) -> object | None: ...
+
+
+class Writer:
+    """One FIFO of operations to the queue. `put`, `watch` and `forget` are for the model loop."""
+
+    def __init__(self, queue_: SyncQueue, worker: str, domain: str, post: Callable[[Message], None]) -> None:
+        self._queue = queue_
+        self._scripts = queue_.scripts
+        self._worker = worker
+        self._domain = domain
+        self._post = post
+        self._fifo: queue.Queue[Write | None] = queue.Queue(maxsize=BACKLOG * 64)
+        self._matchers: dict[str, Matcher] = {}
+        self._over: dict[str, None] = {}  # attempts that ended or were lost: their later writes are dropped
+        self._abandon = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Write what is there, for at most `timeout_s`, and end."""
+        self._fifo.put(None)
+        self._thread.join(timeout_s)
+        self._abandon.set()
+        self._thread.join()
+
+    def watch(self, key: str, matcher: Matcher) -> None:
+        """Match stop strings of this attempt; the matcher has seen the ids that stand already."""
+        self._matchers[key] = matcher
+
+    def put(self, operations: Iterable[Write], stamp: Callable[[], None]) -> None:
+        """Queue operations in order. Waits, stamping progress, while the queue server does not keep up."""
+        for operation in operations:
+            while True:
+                try:
+                    self._fifo.put(operation, timeout=0.5)
+                    break
+                except queue.Full:
+                    stamp()
+
+    def _run(self) -> None:
+        while True:
+            first = self._fifo.get()
+            batch, ended = self._gather(first)
+            self._write(batch)
+            if ended:
+                return
+
+    def _gather(self, first: Write | None) -> tuple[list[Write], bool]:
+        batch: list[Write] = []
+        item = first
+        while item is not None:
+            batch.extend(self._matched(item))
+            try:
+                item = self._fifo.get_nowait()
+            except queue.Empty:
+                return batch, False
+        return batch, True
+
+    def _matched(self, write: Write) -> list[Write]:
+        """Apply stop strings, and drop writes of attempts that are over."""
+        if write.key in self._over:
+            return []
+        matcher = self._matchers.get(write.key)
+        if isinstance(write, (GiveUp, Fail)):
+            self._end(write.key)
+        elif isinstance(write, Handoff):
+            if matcher is not None and matcher.push(write.token) is not None:
+                return [self._stopped(write, write.seq, (write.token,))]
+            self._matchers.pop(write.key, None)
+        elif isinstance(write, Tokens):
+            for n, token in enumerate(write.ids if matcher else (), start=1):
+                if matcher is not None and matcher.push(token) is not None:
+                    return [self._stopped(write, write.seq, write.ids[:n])]
+            if write.reason is not None:
+                self._end(write.key)
+        return [write]
+
+    def _stopped(self, write: Write, seq: int, ids: tuple[int, ...]) -> Tokens:
+        self._end(write.key)
+        self._post(Stop(write.job, write.epoch, "stop string"))
+        return Tokens(write.job, write.epoch, seq, ids, FinishReason.STOP)
+
+    def _end(self, key: str) -> None:
+        self._matchers.pop(key, None)
+        self._over[key] = None
+        while len(self._over) > 4096:
+            del self._over[next(iter(self._over))]
+
+    def _write(self, batch: list[Write]) -> None:
+        """Send a batch in order, again and again until Redis answers: every script is safe to repeat."""
+        if not batch:
+            return
+        failpoints.hit("writer.before")
+        groups = _group(batch)
+        calls = [self._call(group) for group in groups]
+        delay = 0.05
+        while not self._abandon.is_set():
+            try:
+                answers = self._queue.run_many(calls)
+                break
+            except QueueUnavailable as error:
+                log.warning("writer: %s; again in %.2f s", error, delay)
+                self._abandon.wait(delay)
+                delay = min(2 * delay, 1.0)
+            except QueueError as error:
+                log.error("writer: %s", error)
+                answers = [error] * len(calls)
+                break
+        else:
+            return
+        failpoints.hit("writer.after")
+        for group, answer in zip(groups, answers, strict=True):
+            self._settle(group, answer)
+
+    def _call(self, group: list[Write]) -> Call[Any]:
+        write = group[0]
+        match write:
+            case Tokens(reason=None):
+                emissions = [Emission(w.job, w.epoch, w.seq, w.ids) for w in group if isinstance(w, Tokens)]
+                return self._scripts.emit(self._worker, emissions)
+            case Tokens(job, epoch, seq, ids, reason):
+                return self._scripts.finish(job, epoch, self._worker, seq, ids, str(reason))
+            case Handoff(job, epoch, seq, token, kv):
+                lease_ms = self._queue.settings.times.lease_ms
+                return self._scripts.handoff(job, epoch, self._worker, seq, token, kv, self._domain, lease_ms)
+            case Adopt(job, epoch):
+                return self._scripts.adopt(job, epoch, self._worker)
+            case GiveUp(job, epoch, reason):
+                return self._scripts.preempt(job, epoch, self._worker, reason)
+            case Fail(job, epoch, seq, body):
+                return self._scripts.finish(job, epoch, self._worker, seq, (), FinishReason.ERROR, body)
+        raise AssertionError(f"no script for {write}")
+
+    def _settle(self, group: list[Write], answer: Any) -> None:
+        emitted = isinstance(answer, list)
+        codes = [each.code for each in answer] if emitted else [str(answer)] * len(group)
+        for write, code in zip(group, codes, strict=True):
+            if code == "ok":
+                if isinstance(write, Handoff):
+                    self._post(Exported(write.key))
+            else:
+                # fenced, done, gone, gap, illegal or refused: this attempt is not ours to write any more.
+                self._end(write.key)
+                self._post(Stop(write.job, write.epoch, code))
+
+
+def _group(batch: list[Write]) -> list[list[Write]]:
+    """Put consecutive plain emissions into one group, joining those that continue each other; keep the order."""
+    groups: list[list[Write]] = []
+    for write in batch:
+        plain = isinstance(write, Tokens) and write.reason is None
+        last = groups[-1] if groups else None
+        if not plain or last is None or not _plain(last[0]):
+            groups.append([write])
+            continue
+        for i, other in enumerate(last):
+            if isinstance(write, Tokens) and isinstance(other, Tokens) and other.key == write.key:
+                last[i] = replace(other, ids=other.ids + write.ids)
+                break
+        else:
+            last.append(write)
+    return groups
+
+
+def _plain(write: Write) -> bool:
+    return isinstance(write, Tokens) and write.reason is None

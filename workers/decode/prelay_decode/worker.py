@@ -1,0 +1,77 @@
+"""The decode worker: copies the KV of a staged job and turns it into tokens.
+
+It never runs a prompt through the model. The copy has threads of its own and does not stall the running batch; a job
+joins at the step after its copy is complete, checked and adopted.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from prelay_engine.sequence import Sequence
+from prelay_queue.job import Claim
+from prelay_worker.backend import Backend
+from prelay_worker.config import WorkerConfig
+from prelay_worker.errors import HandoverBroken, HandoverFailed
+from prelay_worker.messages import Copied, key_of
+from prelay_worker.worker import MatcherFactory, Worker
+from prelay_worker.writer import Adopt, GiveUp
+
+#: Copies at a time: one keeps a core busy; a second hides the latency of the first pages.
+COPY_THREADS = 2
+
+#: Failed hand-overs, beyond the preemption bound, after which a job ends with an error.
+HANDOVER_TRIES = 5
+
+
+class DecodeWorker(Worker):
+    """Serves the decode streams of its KV domain."""
+
+    def __init__(self, config: WorkerConfig, backend: Backend, matcher: MatcherFactory) -> None:
+        super().__init__(config, backend, matcher)
+        self._copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
+
+    def stage(self) -> str:
+        return f"decode:{self.backend.transport.domain}"
+
+    def tokens_needed(self, claim: Claim) -> int:
+        return len(claim.spec.prompt_ids) + len(claim.ids)
+
+    def admit(self, claim: Claim, sequence: Sequence) -> None:
+        self.engine.receive(sequence)
+        self._copiers.submit(self._copy, claim)
+
+    def _copy(self, claim: Claim) -> None:
+        key = key_of(claim.id, claim.epoch)
+        # The last id has no KV yet: it is what the first decode step feeds.
+        tokens = self.tokens_needed(claim) - 1
+        try:
+            self.backend.transport.fetch(claim.kv, key, tokens)
+            self._inbox.put(Copied(key))
+        except HandoverFailed as error:
+            self._inbox.put(Copied(key, error))
+        except Exception as error:  # a copy thread must always answer, or the blocks stay COPYING for ever
+            self._inbox.put(Copied(key, HandoverFailed(f"{type(error).__name__}: {error}")))
+
+    def on_copied(self, message: Copied) -> None:
+        attempt = self.attempts.get(message.key)
+        if attempt is None:
+            self.engine.copied(message.key)
+            return
+        claim = attempt.claim
+        if message.error is None:
+            self.engine.join(message.key)
+            self._put([Adopt(claim.id, claim.epoch)])
+            return
+        self._free(attempt)
+        self.engine.copied(message.key)
+        # A fault that comes back at every attempt must end the job, not circle for ever.
+        hopeless = claim.preemptions >= self.config.max_preemptions + HANDOVER_TRIES
+        if hopeless or isinstance(message.error, HandoverBroken):
+            self._fail(claim, f"the KV hand-over failed: {message.error}", "kv_handover_failed", 500)
+        else:
+            self._put([GiveUp(claim.id, claim.epoch, f"hand-over: {message.error}")])
+
+    def close_role(self) -> None:
+        # Running copies end by themselves in milliseconds; after this nothing reads a peer's memory.
+        self._copiers.shutdown(wait=True)

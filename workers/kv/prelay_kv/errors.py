@@ -1,0 +1,62 @@
+"""Errors of the KV hand-over.
+
+KvError
+├── BadKvRef         a reference, or the memory it names, is not what it says; `raw` keeps the bytes
+├── LayoutMismatch   the peer's blocks have another layout or other numerics than this worker's
+├── SegmentGone      the memory cannot be reached from here: owner and file are gone, or it lies on another host
+├── StaleKv          a block was handed out again: what was copied must not be used
+└── ShmTooSmall      the shared-memory folder has no room for the pool; the message says how much is needed
+
+A job whose KV cannot be taken over goes back to the first step, whichever of the first four it was.
+"""
+
+from __future__ import annotations
+
+
+class KvError(Exception):
+    """KV blocks could not be shared or taken over."""
+
+
+class BadKvRef(KvError):  # noqa: N818 - reads as the fact it states
+    """A KV reference does not parse, or the memory it names contradicts it."""
+
+    def __init__(self, raw: bytes, why: str) -> None:
+        super().__init__(f"bad KV reference ({why}): {raw[:200]!r}")
+        self.raw = raw
+
+
+class LayoutMismatch(KvError):  # noqa: N818
+    """The peer's blocks differ in layout or numerics; `which` says in which of the two."""
+
+    def __init__(self, which: str, theirs: str, ours: str) -> None:
+        super().__init__(f"the peer's {which} hash is {theirs}, this worker's is {ours}")
+        self.which = which
+
+
+class SegmentGone(KvError):  # noqa: N818
+    """The segment's memory cannot be reached from this process."""
+
+
+class StaleKv(KvError):  # noqa: N818
+    """Blocks were handed out again before the copy was finished; `blocks` are their ids."""
+
+    def __init__(self, blocks: tuple[int, ...]) -> None:
+        super().__init__(f"{len(blocks)} block(s) were handed out again before the copy ended, the first is {blocks[0]}")
+        self.blocks = blocks
+
+
+class ShmTooSmall(KvError):  # noqa: N818
+    """The shared-memory folder cannot hold the pool. Sizes are bytes."""
+
+    def __init__(self, folder: str, needed: int, free: int, total: int) -> None:
+        super().__init__(
+            f"the KV pool needs {_mib(needed)} in {folder}, where {_mib(free)} of {_mib(total)} are free: "
+            "make it larger (docker run --shm-size, shm_size in compose; containers default to 64 MB) or use fewer blocks"
+        )
+        self.needed = needed
+        self.free = free
+        self.total = total
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.1f} MiB"
