@@ -1,0 +1,150 @@
+"""Checks of one value of a request: each takes the parameter's name and the value as parsed from JSON,
+and gives the value back in the form the request keeps, or raises RequestError.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Sized
+from typing import Any
+
+from .errors import RequestError
+
+Check = Callable[[str, Any], Any]
+
+
+def show(value: object) -> str:
+    """The value for an error message, cut to a bearable length."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an int of thousands of digits
+        return f"a huge {type(value).__name__}"
+
+
+def wrong_type(name: str, wanted: str, value: object) -> RequestError:
+    kind = "null" if value is None else type(value).__name__
+    return RequestError(f"{name} must be {wanted}, not {kind} {show(value)}", param=name, code="invalid_type")
+
+
+def wrong_value(name: str, wanted: str, value: object) -> RequestError:
+    return RequestError(f"{name} must be {wanted}, not {show(value)}", param=name, code="invalid_value")
+
+
+def too_many(name: str, most: int, value: Sized) -> RequestError:
+    message = f"{name} may have up to {most} entries, not {len(value)}"
+    return RequestError(message, param=name, code="invalid_value")
+
+
+def is_int(value: object) -> bool:
+    """JSON's integers; true and false are none."""
+    return type(value) is int
+
+
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise wrong_type(name, "true or false", value)
+    return value
+
+
+def integer(low: int, high: int | None = None) -> Check:
+    """An integer in [low, high]."""
+    wanted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+
+    def check(name: str, value: Any) -> int:
+        if not is_int(value):
+            raise wrong_type(name, wanted, value)
+        if value < low or (high is not None and value > high):
+            raise wrong_value(name, wanted, value)
+        return int(value)
+
+    return check
+
+
+def number(low: float, high: float, *, above: bool = False) -> Check:
+    """A finite number in [low, high], or in (low, high] with `above`."""
+    wanted = f"a number above {low:g} and at most {high:g}" if above else f"a number from {low:g} to {high:g}"
+
+    def check(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong_type(name, wanted, value)
+        # Compared before the conversion to float, which overflows for a huge int; NaN fails every comparison.
+        if not low <= value <= high or (above and value == low) or not math.isfinite(value):
+            raise wrong_value(name, wanted, value)
+        return float(value)
+
+    return check
+
+
+def text(least: int, most: int | None = None) -> Check:
+    """A string of `least` to `most` characters that can be encoded as UTF-8."""
+    limit = f"of at least {least} characters" if most is None else f"of {least} to {most} characters"
+
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise wrong_type(name, "a string", value)
+        if len(value) < least or (most is not None and len(value) > most):
+            message = f"{name} must be a string {limit}, not of {len(value)}"
+            raise RequestError(message, param=name, code="invalid_value")
+        return encodable(name, value)
+
+    return check
+
+
+def encodable(name: str, value: str) -> str:
+    """Refuse half surrogate pairs, which json lets through and no tokenizer takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        message = f"{name} holds half of a surrogate pair at character {error.start}, which is no character"
+        raise RequestError(message, param=name, code="invalid_value") from None
+    return value
+
+
+def one_or_many_texts(most: int, longest: int) -> Check:
+    """A non-empty string or a list of up to `most`, each of up to `longest` characters; kept as a tuple."""
+    one = text(1, longest)
+
+    def check(name: str, value: Any) -> tuple[str, ...]:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list):
+            raise wrong_type(name, f"a string or a list of up to {most} strings", value)
+        if len(values) > most:
+            raise too_many(name, most, values)
+        names = [name] if isinstance(value, str) else [f"{name}[{index}]" for index in range(len(values))]
+        return tuple(dict.fromkeys(map(one, names, values)))
+
+    return check
+
+
+def token_ids(most: int | None = None) -> Check:
+    """A list of integers; whether they are in the vocabulary is seen when the tokenizer is at hand."""
+
+    def check(name: str, value: Any) -> tuple[int, ...]:
+        if not isinstance(value, list):
+            raise wrong_type(name, "a list of token ids", value)
+        if most is not None and len(value) > most:
+            raise too_many(name, most, value)
+        for index, item in enumerate(value):
+            if not is_int(item):
+                raise wrong_type(f"{name}[{index}]", "a token id (an integer)", item)
+        return tuple(value)
+
+    return check
+
+
+def text_map(most: int, longest_key: int, longest_value: int) -> Check:
+    """An object of up to `most` strings by string."""
+    key_check, value_check = text(1, longest_key), text(0, longest_value)
+
+    def check(name: str, value: Any) -> dict[str, str]:
+        if not isinstance(value, dict):
+            raise wrong_type(name, "an object of strings", value)
+        if len(value) > most:
+            raise too_many(name, most, value)
+        for key, item in value.items():
+            key_check(f"a key of {name}", key)
+            value_check(f"{name}.{key}", item)
+        return dict(value)
+
+    return check

@@ -1,0 +1,108 @@
+"""Checks of `messages`, `prompt` and `stream_options`: the parameters with an inner structure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .checks import boolean, encodable, is_int, text, token_ids, wrong_type, wrong_value
+from .errors import RequestError
+from .request import Message
+from .template import text_of
+
+_ROLES = ("system", "developer", "user", "assistant")
+_TOOL_ROLES = ("tool", "function")
+_name = text(1, 64)
+
+
+def prompt(name: str, value: Any) -> str | tuple[int, ...]:
+    """A string, or a non-empty list of token ids."""
+    if isinstance(value, str):
+        return encodable(name, value)
+    if not isinstance(value, list):
+        raise wrong_type(name, "a string or a list of token ids", value)
+    if not value:
+        raise wrong_value(name, "a string or a non-empty list of token ids", value)
+    if isinstance(value[0], str | list):
+        message = f"{name} is a list of prompts, which is not implemented: send one request for each"
+        raise RequestError(message, param=name, code="unsupported_value")
+    return tuple(token_ids()(name, value))
+
+
+def messages(name: str, value: Any) -> tuple[Message, ...]:
+    """A non-empty list of messages whose content is text."""
+    if not isinstance(value, list):
+        raise wrong_type(name, "a list of messages", value)
+    if not value:
+        raise wrong_value(name, "a non-empty list of messages", value)
+    return tuple(_message(f"{name}[{index}]", item) for index, item in enumerate(value))
+
+
+def _message(name: str, value: Any) -> Message:
+    if not isinstance(value, dict):
+        raise wrong_type(name, "an object with role and content", value)
+    _refuse_others(name, value, ("role", "content", "name"))
+    role = value.get("role")
+    if role in _TOOL_ROLES:
+        raise _unsupported(f"{name}.role", f"{role!r} is not implemented: this server calls no tools")
+    if role not in _ROLES:
+        raise wrong_value(f"{name}.role", f"one of {', '.join(_ROLES)}", role)
+    label = value.get("name")
+    return Message(
+        role=str(role),
+        content=_content(f"{name}.content", value.get("content")),
+        name=None if label is None else _name(f"{name}.name", label),
+    )
+
+
+def _content(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return encodable(name, value)
+    if not isinstance(value, list):
+        raise wrong_type(name, "a string or a list of text parts", value)
+    if not value:
+        raise wrong_value(name, "a string or a non-empty list of text parts", value)
+    for index, part in enumerate(value):
+        _text_part(f"{name}[{index}]", part)
+    return text_of(value)
+
+
+def _text_part(name: str, part: Any) -> None:
+    if not isinstance(part, dict):
+        raise wrong_type(name, 'an object like {"type": "text", "text": "…"}', part)
+    kind = part.get("type")
+    if not isinstance(kind, str):
+        raise wrong_type(f"{name}.type", "a string", kind)
+    if kind != "text":
+        raise _unsupported(f"{name}.type", f"{kind!r} is not implemented: the models served here read text")
+    _refuse_others(name, part, ("type", "text"))
+    words = part.get("text")
+    if not isinstance(words, str):
+        raise wrong_type(f"{name}.text", "a string", words)
+    encodable(f"{name}.text", words)
+
+
+def _refuse_others(name: str, value: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Fields beside the known ones may only be null or empty: clients send back what they were given."""
+    for key, item in value.items():
+        if key not in known and item is not None and item != []:
+            raise _unsupported(f"{name}.{key}", "is not implemented")
+
+
+def stream_options(name: str, value: Any) -> bool:
+    """`include_usage`, the one option there is."""
+    if not isinstance(value, dict):
+        raise wrong_type(name, "an object", value)
+    for key, item in value.items():
+        if key == "include_obfuscation" and item in (None, False) and not is_int(item):
+            continue
+        if key == "include_obfuscation":
+            raise _unsupported(f"{name}.{key}", "is not implemented: frames are sent as they are")
+        if key != "include_usage":
+            message = f"{name}.{key} is not a known option"
+            raise RequestError(message, param=f"{name}.{key}", code="unknown_parameter")
+    include = value.get("include_usage")
+    return False if include is None else boolean(f"{name}.include_usage", include)
+
+
+def _unsupported(param: str, why: str) -> RequestError:
+    return RequestError(f"{param} {why}", param=param, code="unsupported_value")

@@ -1,0 +1,130 @@
+"""Every parameter of a request, once: its check and default, or the reason why it is refused.
+
+A refused parameter is tolerated when it is null or says what would happen anyway (its neutral values),
+because clients send defaults along. A name that is not in the table is refused as unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Flag, auto
+from types import MappingProxyType
+from typing import Any
+
+from . import checks, messages
+from .checks import Check
+
+
+class Route(Flag):
+    """The kind of request a parameter belongs to."""
+
+    COMPLETION = auto()
+    CHAT = auto()
+    BOTH = COMPLETION | CHAT
+
+
+#: Stop strings of one request, and characters of each.
+MAX_STOPS, MAX_STOP_CHARS = 16, 512
+#: Stop token ids of one request.
+MAX_STOP_TOKEN_IDS = 64
+#: Choices of one request.
+MAX_CHOICES = 16
+#: Entries of `metadata`, characters of a key and of a value: OpenAI's limits.
+MAX_METADATA = (16, 64, 512)
+#: Characters of `model` and of `user`.
+MAX_NAME_CHARS = 512
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row. Implemented: `check` is set. Refused: `refusal` says why, in words that follow the name."""
+
+    name: str
+    check: Check | None = None
+    default: Any = None
+    required: bool = False
+    refusal: str = ""
+    neutral: tuple[Any, ...] = ()
+    route: Route = Route.BOTH
+
+    def is_neutral(self, value: object) -> bool:
+        """Null, or equal to a neutral value of the same kind (0 is not false)."""
+        return value is None or any(
+            value == same and isinstance(value, bool) == isinstance(same, bool) for same in self.neutral
+        )
+
+
+def _refused(name: str, why: str, *neutral: Any, route: Route = Route.BOTH) -> Parameter:
+    return Parameter(name, refusal=why, neutral=neutral, route=route)
+
+
+_COMPLETION, _CHAT = Route.COMPLETION, Route.CHAT
+_NO_LOGPROBS = "is not implemented: probabilities are not reported"
+_NO_PENALTY = "is not implemented: the sampler knows no penalties"
+_NO_TOOLS = "is not implemented: this server calls no tools"
+_NO_STORE = "is not implemented: nothing is kept after the answer"
+_TEXT_ONLY = "is not implemented: the models served here read and write text"
+
+PARAMETERS = (
+    # Implemented
+    Parameter("model", checks.text(1, MAX_NAME_CHARS), required=True),
+    Parameter("prompt", messages.prompt, required=True, route=_COMPLETION),
+    Parameter("messages", messages.messages, required=True, route=_CHAT),
+    Parameter("max_tokens", checks.integer(1)),
+    Parameter("max_completion_tokens", checks.integer(1), route=_CHAT),
+    Parameter("n", checks.integer(1, MAX_CHOICES), 1),
+    Parameter("temperature", checks.number(0, 2), 1.0),
+    Parameter("top_p", checks.number(0, 1, above=True), 1.0),
+    Parameter("top_k", checks.integer(-1, 2**31 - 1), 0),
+    Parameter("seed", checks.integer(-(2**63), 2**64 - 1)),
+    Parameter("stop", checks.one_or_many_texts(MAX_STOPS, MAX_STOP_CHARS), ()),
+    Parameter("stop_token_ids", checks.token_ids(MAX_STOP_TOKEN_IDS), ()),
+    Parameter("ignore_eos", checks.boolean, False),
+    Parameter("stream", checks.boolean, False),
+    Parameter("stream_options", messages.stream_options, False),
+    # Accepted without effect
+    Parameter("user", checks.text(0, MAX_NAME_CHARS)),
+    Parameter("metadata", checks.text_map(*MAX_METADATA), MappingProxyType({})),
+    # Refused
+    _refused("suffix", "is not implemented: the models served here do not fill in", "", route=_COMPLETION),
+    _refused("echo", "is not implemented: the prompt is not repeated", False, route=_COMPLETION),
+    _refused("best_of", "is not implemented: choices are not ranked, use n", 1, route=_COMPLETION),
+    _refused("logprobs", _NO_LOGPROBS, False),
+    _refused("top_logprobs", _NO_LOGPROBS, 0, route=_CHAT),
+    _refused("logit_bias", "is not implemented: the sampler knows no bias", {}),
+    _refused("presence_penalty", _NO_PENALTY, 0),
+    _refused("frequency_penalty", _NO_PENALTY, 0),
+    _refused("repetition_penalty", _NO_PENALTY, 1),
+    _refused("min_p", "is not implemented: use top_p", 0),
+    _refused("min_tokens", "is not implemented: use ignore_eos", 0),
+    _refused("skip_special_tokens", "is not implemented: special tokens are never shown", True),
+    _refused("tools", _NO_TOOLS, [], route=_CHAT),
+    _refused("tool_choice", _NO_TOOLS, "none", "auto", route=_CHAT),
+    _refused("parallel_tool_calls", _NO_TOOLS, True, route=_CHAT),
+    _refused("functions", _NO_TOOLS, [], route=_CHAT),
+    _refused("function_call", _NO_TOOLS, "none", "auto", route=_CHAT),
+    _refused("response_format", "is not implemented: answers are free text", {"type": "text"}),
+    _refused("modalities", _TEXT_ONLY, ["text"], route=_CHAT),
+    _refused("audio", _TEXT_ONLY, route=_CHAT),
+    _refused("prediction", "is not implemented: there is no speculative decoding", route=_CHAT),
+    _refused("reasoning_effort", "is not implemented: thinking is not controlled", route=_CHAT),
+    _refused("verbosity", "is not implemented: length is not controlled", "medium", route=_CHAT),
+    _refused("web_search_options", "is not implemented: this server searches nothing", route=_CHAT),
+    _refused("moderation", "is not implemented: this server moderates nothing", route=_CHAT),
+    _refused("store", _NO_STORE, False, route=_CHAT),
+    _refused("service_tier", "is not implemented: there is one tier", "auto", "default", route=_CHAT),
+    _refused("safety_identifier", "is not implemented: use user", route=_CHAT),
+    _refused("prompt_cache_key", "is not implemented: caching takes no hints", route=_CHAT),
+    _refused("prompt_cache_options", "is not implemented: caching takes no hints", route=_CHAT),
+    _refused("prompt_cache_retention", "is not implemented: caching takes no hints", route=_CHAT),
+)
+
+_BY_ROUTE: Mapping[Route, Mapping[str, Parameter]] = {
+    route: {row.name: row for row in PARAMETERS if route in row.route} for route in (_COMPLETION, _CHAT)
+}
+
+
+def parameters_of(route: Route) -> Mapping[str, Parameter]:
+    """The rows that a request of this kind may name."""
+    return _BY_ROUTE[route]

@@ -1,0 +1,62 @@
+"""From a parsed JSON body to a request, through the table of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .checks import show, wrong_type
+from .errors import RequestError
+from .parameters import Parameter, Route, parameters_of
+from .request import ChatRequest, CompletionRequest
+
+
+def completion_request(body: object) -> CompletionRequest:
+    """Check the body of /v1/completions. Raise RequestError for the first parameter that is wrong."""
+    values = _values(body, Route.COMPLETION)
+    return CompletionRequest(prompt=values.pop("prompt"), **_common(values))
+
+
+def chat_request(body: object) -> ChatRequest:
+    """Check the body of /v1/chat/completions. Raise RequestError for the first parameter that is wrong."""
+    values = _values(body, Route.CHAT)
+    newer = values.pop("max_completion_tokens")
+    older = values["max_tokens"]
+    if newer is not None and older is not None and newer != older:
+        message = f"max_tokens {older} and max_completion_tokens {newer} disagree: send one of them"
+        raise RequestError(message, param="max_completion_tokens", code="invalid_value")
+    values["max_tokens"] = older if newer is None else newer
+    return ChatRequest(messages=values.pop("messages"), **_common(values))
+
+
+def _common(values: dict[str, Any]) -> dict[str, Any]:
+    values["top_k"] = max(values["top_k"], 0)  # -1 is another way to say off
+    values["include_usage"] = values.pop("stream_options")
+    return values
+
+
+def _values(body: object, route: Route) -> dict[str, Any]:
+    """The value of every implemented parameter, defaults filled in."""
+    if not isinstance(body, dict):
+        raise wrong_type("the request body", "a JSON object", body)
+    rows = parameters_of(route)
+    for name in body:
+        if name not in rows:
+            message = f"{show(name)} is not a parameter of this request"
+            raise RequestError(message, param=str(name)[:64], code="unknown_parameter")
+    return {name: value for name, row in rows.items() for value in _read(row, body)}
+
+
+def _read(row: Parameter, body: dict[str, Any]) -> list[Any]:
+    """The row's value for this body, in a list; empty for a refused parameter left neutral."""
+    value = body.get(row.name)
+    if row.check is None:
+        if not row.is_neutral(value):
+            message = f"{row.name} {row.refusal} (it was {show(value)})"
+            raise RequestError(message, param=row.name, code="unsupported_parameter")
+        return []
+    if row.required and row.name not in body:
+        message = f"{row.name} is missing"
+        raise RequestError(message, param=row.name, code="missing_required_parameter")
+    if value is None and not row.required:
+        return [row.default]
+    return [row.check(row.name, value)]
