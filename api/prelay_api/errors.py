@@ -1,0 +1,20 @@
+"""Errors of the API process.
+
+ApiError
+├── StartupError      the process cannot start; one line that says what to do
+└── BodyTooLarge      a request body beyond the limit
+"""
+
+from __future__ import annotations
+
+
+class ApiError(Exception):
+    """The API process could not do what was asked."""
+
+
+class StartupError(ApiError):
+    """The process cannot start."""
+
+
+class BodyTooLarge(ApiError):  # noqa: N818 - reads as the fact it states
+    """A request body is beyond the limit."""
