@@ -8,6 +8,8 @@ from typing import Any
 #: Largest size or count accepted, so that a product of a few stays exact and printable.
 MAX_INT = 2**48
 MAX_TEXT = 256
+#: Largest size of a pool in bytes.
+MAX_NBYTES = 2**62
 MAX_UINT64 = 2**64 - 1
 
 
@@ -29,13 +31,7 @@ def need_int(name: str, value: object, low: int, high: int = MAX_INT) -> int:
 
 
 def need_text(name: str, value: object) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
-        raise ValueError(f"{name} must be a text of 1 to {MAX_TEXT} characters, not {value!r:.40}")
+    """`value` as a short text without control characters or lone surrogates, so that it always encodes."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not value.isprintable():
+        raise ValueError(f"{name} must be a printable text of 1 to {MAX_TEXT} characters, not {value!r:.40}")
     return value
-
-
-def need_ints(name: str, value: object, low: int, high: int) -> tuple[int, ...]:
-    """`value`, a list or tuple, as a tuple of ints of low … high."""
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{name} must be a list, not {type(value).__name__}")
-    return tuple(need_int(name, item, low, high) for item in value)

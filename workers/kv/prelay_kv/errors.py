@@ -41,7 +41,7 @@ class StaleKv(KvError):  # noqa: N818
     """Blocks were handed out again before the copy was finished; `blocks` are their ids."""
 
     def __init__(self, blocks: tuple[int, ...]) -> None:
-        super().__init__(f"{len(blocks)} block(s) were handed out again before the copy ended, the first is {blocks[0]}")
+        super().__init__(f"{len(blocks)} block(s) were handed out again before the copy ended: {blocks[:8]}")
         self.blocks = blocks
 
 
@@ -51,7 +51,7 @@ class ShmTooSmall(KvError):  # noqa: N818
     def __init__(self, folder: str, needed: int, free: int, total: int) -> None:
         super().__init__(
             f"the KV pool needs {_mib(needed)} in {folder}, where {_mib(free)} of {_mib(total)} are free: "
-            "make it larger (docker run --shm-size, shm_size in compose; containers default to 64 MB) or use fewer blocks"
+            "enlarge it (docker run --shm-size, shm_size in compose; containers get 64 MB) or use fewer blocks"
         )
         self.needed = needed
         self.free = free

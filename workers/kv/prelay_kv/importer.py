@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping as Dict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from .errors import LayoutMismatch, SegmentGone, StaleKv
-from .mapping import Mapping, ShmMapping
+from .mapping import PeerMapping, ShmMapping
 from .ref import KvRef
 from .segment import SHM_DIR, Segment
 
@@ -19,14 +19,14 @@ from .segment import SHM_DIR, Segment
 Copy = Callable[[torch.Tensor, tuple[int, ...]], None]
 
 #: Opens the segment of a reference, or raises SegmentGone or BadKvRef.
-Opener = Callable[[KvRef], Mapping]
+Opener = Callable[[KvRef], PeerMapping]
 
 
 @dataclass(slots=True)
 class _Open:
     """A mapping and the copies that run on it. A lost one is closed by the last of them."""
 
-    mapping: Mapping
+    mapping: PeerMapping
     users: int = 0
     lost: bool = False
 
@@ -43,12 +43,13 @@ class Importer:
         numerics_hash: str,
         domain: str,
         shm_dir: Path = SHM_DIR,
-        openers: Dict[str, Opener] | None = None,
+        openers: dict[str, Opener] | None = None,
     ) -> None:
         self._layout_hash = layout_hash
         self._numerics_hash = numerics_hash
         self._domain = domain
-        self._openers: dict[str, Opener] = {"shm": functools.partial(ShmMapping.open, shm_dir=shm_dir), **(openers or {})}
+        self._openers: dict[str, Opener] = {"shm": functools.partial(ShmMapping.open, shm_dir=shm_dir)}
+        self._openers.update(openers or {})
         self._open: dict[tuple[str, str], _Open] = {}
         self._closed = False
         self._lock = threading.Lock()
@@ -76,9 +77,8 @@ class Importer:
             now = item.mapping.generations(ref.blocks)  # 4
         finally:
             self._give_back(item)
-        stale = tuple(b for b, promised, found in zip(ref.blocks, ref.generations, now, strict=True) if promised != found)
-        if stale:
-            raise StaleKv(stale)
+        if now != ref.generations:
+            raise StaleKv(tuple(b for b, old, new in zip(ref.blocks, ref.generations, now, strict=True) if old != new))
 
     def owners(self) -> frozenset[str]:
         """The peers whose memory this process keeps mapped. Forget those that no longer live: a mapping pins memory."""

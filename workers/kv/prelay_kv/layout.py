@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from .checks import exact_fields, need_int, need_text
+from .checks import MAX_NBYTES, exact_fields, need_int, need_text
 
 #: Bytes per element, by torch's name of the dtype.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -35,6 +35,7 @@ class KvLayout:
             need_int(name, getattr(self, name), 1)
         if not isinstance(self.dtype, str) or self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype must be one of {sorted(ITEM_BYTES)}, not {self.dtype!r:.40}")
+        need_int("nbytes", self.nbytes, 1, MAX_NBYTES)
         need_text("layout_hash", self.layout_hash)
         need_text("numerics_hash", self.numerics_hash)
 

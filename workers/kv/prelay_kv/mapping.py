@@ -19,7 +19,7 @@ from .ref import KvRef
 from .shmfile import PAGE, Parts, is_name, read_header
 
 
-class Mapping(ABC):
+class PeerMapping(ABC):
     """An open segment. A transport is one subclass and the function that opens it from a reference.
 
     The importer opens one per (owner, handle), shares it between copy threads, and calls `close` once, when no
@@ -45,7 +45,7 @@ class Mapping(ABC):
         """Unmap. What was taken from `pool` must not be touched afterwards."""
 
 
-class ShmMapping(Mapping):
+class ShmMapping(PeerMapping):
     """A file of `ShmPool`, mapped read-only. It stays readable when the owner dies and its file is removed."""
 
     def __init__(self, memory: mmap.mmap, owner: str, handle: str, layout: KvLayout) -> None:
@@ -141,8 +141,8 @@ _FENCE = (threading.Lock(), threading.Lock())
 def _read_fence() -> None:
     """Keep later reads of this thread behind its earlier ones.
 
-    Free on x86, whose loads stay in order. Elsewhere: what was read before stays before the first lock's release, what is
-    read next stays behind the second's acquire, and a release is not passed by a later acquire.
+    On x86 loads stay in order anyway. Elsewhere: what was read before stays before the first lock's release, what
+    is read next stays behind the second's acquire, and a release is not passed by a later acquire.
     """
     for lock in _FENCE:
         with lock:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from .checks import MAX_UINT64, exact_fields, need_int, need_ints
+from .checks import MAX_UINT64, exact_fields, need_int
 from .errors import BadKvRef
 from .layout import KvLayout
 from .segment import Segment
@@ -27,8 +27,10 @@ class KvRef:
     layout: KvLayout
 
     def __post_init__(self) -> None:
-        need_ints("blocks", self.blocks, 0, self.layout.num_blocks - 1)
-        need_ints("generations", self.generations, 0, MAX_UINT64)
+        for block in self.blocks:
+            need_int("blocks", block, 0, self.layout.num_blocks - 1)
+        for generation in self.generations:
+            need_int("generations", generation, 0, MAX_UINT64)
         need_int("tokens", self.tokens, 1, len(self.blocks) * self.layout.block_size)
         if len(set(self.blocks)) != len(self.blocks):
             raise ValueError("a block is named twice")
@@ -56,10 +58,10 @@ class KvRef:
             data = exact_fields(cls, orjson.loads(raw))
             return cls(
                 segment=Segment.from_dict(data["segment"]),
-                blocks=need_ints("blocks", data["blocks"], 0, MAX_UINT64),
-                generations=need_ints("generations", data["generations"], 0, MAX_UINT64),
+                blocks=tuple(data["blocks"]),
+                generations=tuple(data["generations"]),
                 tokens=data["tokens"],
                 layout=KvLayout.from_dict(data["layout"]),
             )
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise BadKvRef(raw, str(error)) from None

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from .checks import exact_fields, need_int, need_text
+from .checks import MAX_NBYTES, exact_fields, need_int, need_text
 from .errors import BadKvRef
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - this is the folder meant, not a temporary file
@@ -49,7 +49,7 @@ class Segment:
         for name in ("node", "owner", "device", "kind", "handle", "layout_hash", "numerics_hash"):
             need_text(name, getattr(self, name))
         need_int("offset", self.offset, 0)
-        need_int("nbytes", self.nbytes, 1, 2**62)
+        need_int("nbytes", self.nbytes, 1, MAX_NBYTES)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -81,9 +82,9 @@ class ShmPool:
         state = "closed" if self._fd is None else "open"
         return f"ShmPool({self.path.name}, {self.layout.num_blocks} blocks, {state})"
 
-    def ref(self, blocks: tuple[int, ...], generations: tuple[int, ...], tokens: int) -> KvRef:
+    def ref(self, blocks: Iterable[int], generations: Iterable[int], tokens: int) -> KvRef:
         """The reference to hand over for positions 0 … tokens-1 in `blocks`; ValueError when they contradict."""
-        return KvRef(self.segment, blocks, generations, tokens, self.layout)
+        return KvRef(self.segment, tuple(map(int, blocks)), tuple(map(int, generations)), tokens, self.layout)
 
     def close(self, unlink: bool = True) -> None:
         """Give the file up; a second call does nothing. With `unlink` off the next sweep removes it.

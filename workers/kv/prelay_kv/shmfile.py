@@ -57,7 +57,9 @@ def new_name(owner: str) -> str:
 
 def pack_header(owner: str, layout: KvLayout) -> bytes:
     body = orjson.dumps({"owner": owner, "layout": layout.as_dict()})
-    return _HEAD.pack(MAGIC, VERSION, len(body)) + body
+    header = _HEAD.pack(MAGIC, VERSION, len(body)) + body
+    assert len(header) <= PAGE  # its texts are limited
+    return header
 
 
 def read_header(page: bytes) -> tuple[str, KvLayout]:
@@ -86,8 +88,13 @@ def create_locked(folder: Path, owner: str) -> tuple[int, Path]:
     while True:
         path = folder / new_name(owner)
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        if try_lock(fd) and os.fstat(fd).st_nlink:
-            return fd, path
+        try:
+            if try_lock(fd) and os.fstat(fd).st_nlink:
+                return fd, path
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+            raise
         os.close(fd)
 
 
