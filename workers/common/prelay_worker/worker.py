@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import orjson
 
 from prelay_engine.sequence import NewToken, Sequence, Step
+from prelay_queue import trace
 from prelay_queue.client import SyncQueue
 from prelay_queue.job import Claim, Priority
 
@@ -207,6 +208,7 @@ class Worker(ABC):
             claim = self._heads.popleft()
             attempt = Attempt(claim, emitted=len(claim.ids))
             self.attempts[attempt.key] = attempt
+            trace.mark(f"{self.config.role}.start", claim.id, len(claim.ids))
             matcher = self._make_matcher(claim)
             if matcher is not None:
                 self.writer.watch(attempt.key, matcher)
@@ -244,6 +246,7 @@ class Worker(ABC):
             if attempt is None:
                 continue  # stopped while the step ran
             attempt.emitted = new.seq + 1
+            trace.mark("prefill.sampled" if new.key in held else "step.end", attempt.claim.id, new.seq)
             if new.key in held and new.finish is None:
                 self.on_held(new.key, new)
                 continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from prelay_engine.sequence import Sequence
+from prelay_queue import trace
 from prelay_queue.job import Claim
 from prelay_worker.backend import Backend
 from prelay_worker.config import WorkerConfig
@@ -60,6 +61,7 @@ class DecodeWorker(Worker):
             return
         claim = attempt.claim
         if message.error is None:
+            trace.mark("decode.copied", claim.id, len(claim.ids))
             self.engine.join(message.key)
             self._put([Adopt(claim.id, claim.epoch)])
             return
