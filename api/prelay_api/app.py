@@ -1,0 +1,85 @@
+"""The ASGI app: routes, and every error in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from prelay_queue.errors import QueueError, QueueFull, QueueUnavailable
+from prelay_text.errors import RequestError
+
+from .errors import BodyTooLarge
+from .outcome import FULL, INTERNAL, UNAVAILABLE, Failure, refused
+from .replies import failed
+from .routes import admin, completions, health, models
+from .service import Service
+
+log = logging.getLogger("prelay.api")
+
+_DESCRIPTION = "LLM serving from a queue. OpenAI's completions and chat; a preempted answer goes on as if nothing was."
+
+
+def create_app(service: Service) -> FastAPI:
+    """Build the app around `service`, which starts and stops with it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            service.begin_closing()
+            await service.stop()
+
+    app = FastAPI(title="Prelay", description=_DESCRIPTION, version="0.1.0", lifespan=lifespan)
+    app.state.service = service
+    for part in (completions, models, health, admin):
+        app.include_router(part.router)
+    _add_handlers(app)
+    return app
+
+
+def _add_handlers(app: FastAPI) -> None:
+    """Each error becomes an answer; only the last of them is a fault of ours."""
+
+    async def on_refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return failed(refused(error))
+
+    async def on_too_large(_: Request, error: Exception) -> Response:
+        return failed(Failure(413, str(error), "invalid_request_error", "request_too_large"))
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        known = {404: f"no such path: {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
+        message = known.get(error.status_code, str(error.detail))
+        reply = failed(Failure(error.status_code, message, "invalid_request_error"))
+        reply.headers.update(error.headers or {})
+        return reply
+
+    async def on_full(_: Request, __: Exception) -> Response:
+        return failed(FULL)
+
+    async def on_unavailable(_: Request, __: Exception) -> Response:
+        return failed(UNAVAILABLE)
+
+    async def on_gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=400)  # the client has left; nobody reads it
+
+    async def on_fault(_: Request, __: Exception) -> Response:
+        return failed(INTERNAL)
+
+    app.add_exception_handler(RequestError, on_refused)
+    app.add_exception_handler(BodyTooLarge, on_too_large)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(QueueFull, on_full)
+    app.add_exception_handler(QueueUnavailable, on_unavailable)
+    app.add_exception_handler(QueueError, on_fault)
+    app.add_exception_handler(ClientDisconnect, on_gone)
+    app.add_exception_handler(Exception, on_fault)

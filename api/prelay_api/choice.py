@@ -1,0 +1,174 @@
+"""One choice of one request: drives its relay and turns what may be delivered into text."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from prelay_queue import failpoints
+from prelay_queue.errors import QueueError, QueueFull, QueueUnavailable
+from prelay_queue.job import FinishReason, JobSpec
+from prelay_queue.log import read_log
+from prelay_queue.scripts import NewJob
+from prelay_text.assembler import Assembler
+
+from .hub import Hub
+from .outcome import internal_error
+from .relay import Action, Deliver, End, Relay, Requeue, Reread, Resubmit, Rewind
+
+log = logging.getLogger("prelay.choice")
+
+
+class Choice:
+    """A relay with its I/O on one side and its assembler on the other.
+
+    `run` is the one driver: it feeds events and answers to the relay in order, also while the client takes nothing,
+    so that a preempt is answered at once. The client's side calls `deliver` when it can write, and `finish` at the
+    end. Both run in one event loop, and no await stands between a decision and its effect on the assembler.
+    """
+
+    def __init__(
+        self, hub: Hub, job: NewJob, assembler: Assembler, *, keep_delivered: bool, changed: Callable[[], None]
+    ) -> None:
+        self.job = job
+        self.relay = Relay(job.spec.sampling.max_tokens, keep_delivered)
+        self._hub = hub
+        self._assembler = assembler
+        self._changed = changed
+        self._subscription = hub.subscribe(job.spec.id, self.relay)
+        self._driver: asyncio.Task[None] | None = None
+        self._delay = 0.1
+        self.told_end = False  # the client has the finish reason
+
+    def __repr__(self) -> str:
+        return f"Choice({self.id!r}, {self.relay!r}, {self._assembler!r})"
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.job.spec
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+    @property
+    def index(self) -> int:
+        return self.spec.choice
+
+    def start(self) -> None:
+        """The job is submitted: begin to relay."""
+        self._driver = asyncio.create_task(self._run(), name=f"relay {self.id}")
+
+    def close(self) -> None:
+        """Stop relaying. What the job then does is not our business any more (the session cancels it)."""
+        if self._driver is not None:
+            self._driver.cancel()
+        self._hub.unsubscribe(self._subscription)
+
+    # --- the client's side
+
+    def deliver(self) -> str:
+        """Take what may be delivered and return its text. It counts as delivered from now on, before it is written."""
+        ids = self.relay.take()
+        delta = self._assembler.push(ids) if ids else None
+        self.relay.mark_delivered(self._assembler.delivered)
+        return delta.text if delta else ""
+
+    def finish(self, reason: FinishReason) -> str:
+        """The answer is complete: return the text that was held back."""
+        text = self._assembler.finish(reason).text
+        self.relay.mark_delivered(self._assembler.delivered)
+        return text
+
+    @property
+    def cursor(self) -> str:
+        """The log entry up to which the client has the answer."""
+        return self.relay.end_cursor if self.told_end else self.relay.cursor
+
+    def fail(self, error: str) -> None:
+        """End here with an error body, whatever the job does."""
+        self._apply(self.relay.fail(error))
+
+    # --- the driver
+
+    async def _run(self) -> None:
+        try:
+            while self.relay.end is None:
+                events, reread = await self._subscription.wait()
+                for event in events:
+                    await self._perform(self.relay.on_event(event))
+                if reread:
+                    await self._perform([Reread()])
+        except Exception:
+            log.exception("the relay of %s failed", self.id)
+            self.fail(internal_error())
+
+    async def _perform(self, actions: Iterable[Action]) -> None:
+        """Do what the relay asked for, and what it asks for then, until it asks for nothing."""
+        todo = deque(self._apply(actions))
+        while todo:
+            self._subscription.busy = True
+            todo.extend(self._apply(await self._ask(todo.popleft())))
+        self._subscription.busy = False
+
+    def _apply(self, actions: Iterable[Action]) -> list[Action]:
+        """Do at once what needs no I/O; return the rest."""
+        rest: list[Action] = []
+        for action in actions:
+            self._subscription.looked = time.monotonic()
+            match action:
+                case Rewind(count):
+                    self._assembler.rewind(count)
+                case Deliver() | End():
+                    self._changed()
+                case _:
+                    rest.append(action)
+        return rest
+
+    async def _ask(self, action: Action) -> list[Action]:
+        """Do one action that needs Redis; where Redis does not answer, look at the log a little later instead."""
+        try:
+            match action:
+                case Requeue(epoch, resume):
+                    found = await self._requeue(epoch, resume)
+                case Resubmit(epoch, ids):
+                    found = await self._resubmit(epoch, ids)
+                case _:
+                    found = await self._reread()
+        except (QueueUnavailable, QueueFull):
+            await asyncio.sleep(self._delay)
+            self._delay = min(2 * self._delay, 2.0)
+            return [Reread()] if self.relay.end is None else []
+        except QueueError as error:
+            log.error("%s: %s", self.id, error)
+            return self.relay.fail(internal_error())
+        self._delay = 0.1
+        return found
+
+    async def _requeue(self, epoch: int, resume: int) -> list[Action]:
+        await failpoints.ahit("relay.requeue.before")
+        queue = self._hub.queue
+        answer = await queue.run(queue.scripts.requeue(self.id, epoch, resume, self.job.attachment))
+        await failpoints.ahit("relay.requeue.after")
+        log.info("%s was preempted at epoch %d: %s at epoch %d, resume %d", self.id, epoch, *_words(answer))
+        return self.relay.on_requeued(answer)
+
+    async def _resubmit(self, epoch: int, ids: tuple[int, ...]) -> list[Action]:
+        queue = self._hub.queue
+        job = NewJob(self.spec, self.job.attachment, self.job.choices, epoch=epoch, ids=ids)
+        (answer,) = await queue.run(queue.scripts.submit([job]))
+        log.warning("Redis lost %s: submitted again at epoch %d with %d tokens (%s)", self.id, epoch, len(ids), answer)
+        return self.relay.on_submitted(answer, epoch)
+
+    async def _reread(self) -> list[Action]:
+        async with self._hub.logs:
+            view = await read_log(self._hub.queue, self.id)
+        return self.relay.on_log(view)
+
+
+def _words(answer: object) -> tuple[str, int, int]:
+    code, epoch, resume = (getattr(answer, name) for name in ("code", "epoch", "resume"))
+    return code, epoch, resume

@@ -1,0 +1,58 @@
+"""Entry of an API process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from prelay_queue.client import SyncQueue
+from prelay_queue.errors import QueueError
+from prelay_queue.server import inspect
+from prelay_text.errors import TextError
+from prelay_text.tokenizer import Tokenizer
+
+from .app import create_app
+from .config import ApiConfig
+from .errors import StartupError
+from .server import Server, bind, url_of
+from .service import Service
+
+log = logging.getLogger("prelay.api")
+
+
+def run(config: ApiConfig) -> int:
+    """Serve until told to stop; return the exit code. What cannot work is one line on stderr and 1."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        _check(config)
+        service = Service(config, Tokenizer.load(config.model))
+        listener = bind(config.host, config.port)
+    except (StartupError, TextError) as error:
+        print(f"prelay api: {error}", file=sys.stderr)
+        return 1
+    server = Server(create_app(service), service, config.shutdown_grace_s)
+    log.info("serving %s on %s", config.served_model_name, url_of(listener))
+    server.run(sockets=[listener])
+    return 0 if server.started else 1
+
+
+def _check(config: ApiConfig) -> None:
+    """Refuse what can never work. A server that does not answer yet may come: it is waited for while serving."""
+    if config.keep not in ("delivered", "emitted"):
+        raise StartupError(f"keep must be delivered or emitted, not {config.keep!r}")
+    try:
+        queue = SyncQueue(config.queue)
+    except ValueError as error:
+        raise StartupError(f"redis url: {error}") from None
+    try:
+        found = inspect(queue.redis)
+    except QueueError as error:
+        log.warning("%s; serving 503 until it does", error)
+        return
+    finally:
+        queue.close()
+    if problems := found.problems():
+        raise StartupError("; ".join(problems))
+    for warning in found.warnings():
+        log.warning("%s", warning)

@@ -1,0 +1,97 @@
+"""POST /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from prelay_text.parameters import Route, parameters_of
+from prelay_text.request import ChatRequest, CompletionRequest
+from prelay_text.validate import chat_request, completion_request
+
+from ..answer import collect
+from ..body import parse_json, read_body
+from ..outcome import CLOSING, Failure
+from ..replies import failed, json_reply
+from ..service import Service, service_of
+from ..session import Session
+from ..sse import EventStream
+
+#: Bodies beyond this many bytes are tokenised in a thread.
+LONG_BODY = 32 * 1024
+
+router = APIRouter(tags=["OpenAI"])
+
+
+def _documented(route: Route, example: dict[str, Any]) -> dict[str, Any]:
+    """The request body for the OpenAPI page: read from the one table of parameters."""
+    rows = [row for row in parameters_of(route).values() if row.check is not None]
+    schema = {
+        "type": "object",
+        "required": [row.name for row in rows if row.required],
+        "properties": {row.name: {} if row.required or not row.default else {"default": row.default} for row in rows},
+        "additionalProperties": False,
+    }
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
+
+
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer as JSON, or with `stream` as server-sent events."},
+    400: {"description": "A parameter is wrong: the message names it, its limit and its value."},
+    404: {"description": "The model is not served here."},
+    413: {"description": "The body is too large."},
+    503: {"description": "The queue is full or does not answer; Retry-After says when to try again."},
+}
+
+
+@router.post(
+    "/v1/completions",
+    summary="Continue a prompt",
+    responses=_ANSWERS,
+    openapi_extra=_documented(Route.COMPLETION, {"model": "demo", "prompt": "The sea is", "max_tokens": 32}),
+)
+async def completions(request: Request) -> Response:
+    """OpenAI's legacy completions, for one prompt given as text or as token ids."""
+    return await _serve(request, completion_request)
+
+
+@router.post(
+    "/v1/chat/completions",
+    summary="Answer a chat",
+    responses=_ANSWERS,
+    openapi_extra=_documented(
+        Route.CHAT, {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
+    ),
+)
+async def chat_completions(request: Request) -> Response:
+    """OpenAI's chat completions, for text."""
+    return await _serve(request, chat_request)
+
+
+async def _serve(request: Request, read: Callable[[object], CompletionRequest | ChatRequest]) -> Response:
+    """1 read and check, 2 submit, 3 relay. From 2 on the session is closed whatever happens."""
+    service = service_of(request)
+    if service.closing:
+        return failed(CLOSING)
+    raw = await read_body(request, service.config.max_body_bytes)
+    wanted = read(parse_json(raw))
+    session = await service.open(wanted, long=len(raw) > LONG_BODY)
+    try:
+        await session.submit()
+        return await _answer(service, session, request, stream=wanted.stream)
+    except BaseException:
+        session.close()
+        raise
+
+
+async def _answer(service: Service, session: Session, request: Request, *, stream: bool) -> Response:
+    headers = {"x-request-id": session.renderer.id}
+    if service.closing:  # it began between our look and the submit
+        session.abort(CLOSING)
+    if stream:
+        return EventStream(session, headers)
+    body = await collect(session, request.receive)
+    return failed(body, headers) if isinstance(body, Failure) else json_reply(body, headers=headers)

@@ -1,0 +1,104 @@
+"""Everything that one API process has, started and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from functools import partial
+from typing import cast
+
+from starlette.requests import Request
+
+from prelay_queue.client import AsyncQueue
+from prelay_text.errors import RequestError
+from prelay_text.fingerprint import fingerprint
+from prelay_text.render import Renderer
+from prelay_text.request import ChatRequest, CompletionRequest
+from prelay_text.resolve import resolve
+from prelay_text.tokenizer import Tokenizer
+
+from .canceller import Canceller
+from .config import ApiConfig
+from .fleet import FleetWatch
+from .hub import Hub
+from .outcome import CLOSING
+from .session import Links, Session
+from .sweeper import Sweeper
+
+log = logging.getLogger("prelay.api")
+
+
+class Service:
+    """The parts of one API process. `tokenizer` is loaded beforehand: a broken model folder is found at start."""
+
+    def __init__(self, config: ApiConfig, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.started_at = int(time.time())
+        self.fingerprint = f"fp_{fingerprint(config.model)}"
+        self.closing = False
+        self.sessions: set[Session] = set()
+
+    async def start(self) -> None:
+        """Connect and begin to listen; Redis need not answer yet."""
+        self.queue = AsyncQueue(self.config.queue)
+        self.hub = Hub(self.queue)
+        self.canceller = Canceller(self.queue)
+        self.sweeper = Sweeper(self.queue, self.hub.contact)
+        self.fleet = FleetWatch(self.queue)
+        keep_delivered = self.config.keep == "delivered"
+        self._links = Links(self.hub, self.canceller, self.tokenizer, keep_delivered, self.sessions.discard)
+        for part in (self.hub, self.canceller, self.sweeper, self.fleet):
+            part.start()
+
+    def begin_closing(self) -> None:
+        """Tell every open request to try again elsewhere, or later. May be called more than once."""
+        self.closing = True
+        for session in list(self.sessions):
+            session.abort(CLOSING)
+
+    async def stop(self) -> None:
+        """Stop in the order in which nothing is lost.
+
+        1 the sweep and the fleet, which nobody waits for; 2 the cancels of the requests that were open; 3 the ear,
+        which takes our keys along; 4 the connections of all of them.
+        """
+        await self.sweeper.stop()
+        await self.fleet.stop()
+        await self.canceller.stop(timeout_s=3)
+        await self.hub.stop()
+        await self.queue.aclose()
+
+    async def open(self, request: CompletionRequest | ChatRequest, *, long: bool) -> Session:
+        """Begin a session. Always `close` it. Raise RequestError when the request cannot be served as it stands.
+
+        A `long` one is tokenised in a thread, so that it does not hold up every stream of this process.
+        """
+        served = self.config.served_model_name
+        if request.model != served:
+            message = f"model {request.model[:100]!r} is not served here; this server has {served!r}"
+            raise RequestError(message, param="model", code="model_not_found", status=404)
+        limits = self.fleet.seen.limits(self.tokenizer.context_len)
+        work = partial(resolve, request, self.tokenizer, limits, spare_seed=secrets.randbits(64))
+        parts = await asyncio.to_thread(work) if long else work()
+        session = Session(self._links, self._renderer(request), parts)
+        self.sessions.add(session)
+        return session
+
+    def _renderer(self, request: CompletionRequest | ChatRequest) -> Renderer:
+        chat = isinstance(request, ChatRequest)
+        return Renderer(
+            chat=chat,
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=self.config.served_model_name,
+            system_fingerprint=self.fingerprint,
+            include_usage=request.include_usage,
+        )
+
+
+def service_of(request: Request) -> Service:
+    """The service of the app that got this request."""
+    return cast(Service, request.app.state.service)

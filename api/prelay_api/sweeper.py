@@ -1,0 +1,75 @@
+"""Any process may give back what nobody looks after; this is the API's part in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+import orjson
+from redis.exceptions import RedisError
+
+from prelay_queue.client import AsyncQueue
+from prelay_queue.errors import QueueError
+
+from .contact import Contact
+
+log = logging.getLogger("prelay.sweep")
+
+#: Jobs of one kind given back in one sweep.
+LIMIT = 100
+#: Crashes while alone after which a job is given up.
+MAX_ALONE_CRASHES = 2
+#: What the client of such a job is told.
+CRASHED_ALONE = orjson.dumps(
+    {
+        "message": "the request was given up: the worker process ended twice while running it alone",
+        "type": "server_error",
+        "code": "worker_crashed",
+        "param": None,
+        "status": 500,
+    }
+).decode()
+
+
+class Sweeper:
+    """Runs `reap` about each second, but only after one full lease of uninterrupted contact with Redis.
+
+    An outage must not expire the world: whoever holds a lease needs one lease of time to renew it first.
+    """
+
+    def __init__(self, queue: AsyncQueue, contact: Contact) -> None:
+        self._queue = queue
+        self._contact = contact
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="sweep")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        times = self._queue.settings.times
+        while True:
+            await asyncio.sleep(times.sweep_ms / 1000 * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
+            if self._contact.held_ms < times.lease_ms:
+                continue
+            try:
+                await self._sweep()
+            except (QueueError, RedisError) as error:
+                log.warning("sweep: %s", error)
+                self._contact.lost()
+
+    async def _sweep(self) -> None:
+        times = self._queue.settings.times
+        swept = await self._queue.run(
+            self._queue.scripts.reap(
+                LIMIT, times.preempt_grace_ms, times.queued_check_ms, MAX_ALONE_CRASHES, CRASHED_ALONE
+            )
+        )
+        for what in ("reaped", "requeued", "pushed", "dead"):
+            if ids := getattr(swept, what):
+                log.warning("sweep: %s %s", what, ", ".join(ids))
