@@ -18,11 +18,12 @@ class KvError(Exception):
 
 
 class BadKvRef(KvError):  # noqa: N818 - reads as the fact it states
-    """A KV reference does not parse, or the memory it names contradicts it."""
+    """A KV reference does not parse, or the memory it names contradicts it; `why` says how."""
 
     def __init__(self, raw: bytes, why: str) -> None:
         super().__init__(f"bad KV reference ({why}): {raw[:200]!r}")
         self.raw = raw
+        self.why = why
 
 
 class LayoutMismatch(KvError):  # noqa: N818

@@ -16,6 +16,7 @@ import torch
 from .errors import BadKvRef, SegmentGone
 from .layout import KvLayout
 from .ref import KvRef
+from .segment import Segment
 from .shmfile import PAGE, Parts, is_name, read_header
 
 
@@ -48,10 +49,11 @@ class PeerMapping(ABC):
 class ShmMapping(PeerMapping):
     """A file of `ShmPool`, mapped read-only. It stays readable when the owner dies and its file is removed."""
 
-    def __init__(self, memory: mmap.mmap, owner: str, handle: str, layout: KvLayout) -> None:
+    def __init__(self, memory: mmap.mmap, segment: Segment, layout: KvLayout) -> None:
         parts = Parts.of(layout)
         self._memory: mmap.mmap | None = memory
-        self._identity = (owner, handle, parts.blocks, layout)
+        self._segment = segment
+        self._layout = layout
         self._nbytes = parts.nbytes
         blocks = torch.from_numpy(np.asarray(_Span(memory, parts.blocks, layout.nbytes)))
         self._pool = blocks.view(getattr(torch, layout.dtype)).view(layout.shape)
@@ -63,30 +65,28 @@ class ShmMapping(PeerMapping):
 
         SegmentGone when it cannot be opened; BadKvRef when its name, size or header is not what `ref` says.
         """
-        handle = ref.segment.handle
-        if not is_name(handle) or ref.segment.device != "cpu":
-            raise BadKvRef(ref.encode(), f"no pool of shared memory is named {handle!r:.40}")
-        nbytes = Parts.of(ref.layout).nbytes
-        fd = _open_file(shm_dir / handle)
+        segment, parts = ref.segment, Parts.of(ref.layout)
+        if not is_name(segment.handle) or (segment.device, segment.offset) != ("cpu", parts.blocks):
+            raise BadKvRef(ref.encode(), "no pool of shared memory has this handle, device and offset")
+        fd = _open_file(shm_dir / segment.handle)
         try:
-            _check_whole(os.fstat(fd), nbytes)
-            owner, layout = read_header(os.pread(fd, PAGE, 0))  # not through the mapping: a read cannot fault
-            if owner != ref.segment.owner or layout != ref.layout:
+            _check_whole(os.fstat(fd), parts.nbytes)
+            header = read_header(os.pread(fd, PAGE, 0))  # not through the mapping: a read cannot fault
+            if header != (segment.owner, ref.layout):
                 raise ValueError("the file belongs to another owner or layout")
-            return cls(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ), owner, handle, layout)
+            return cls(mmap.mmap(fd, parts.nbytes, mmap.MAP_SHARED, mmap.PROT_READ), segment, ref.layout)
         except ValueError as error:
             raise BadKvRef(ref.encode(), str(error)) from None
         except OSError as error:
-            raise SegmentGone(f"{handle} cannot be mapped: {error.strerror}") from None
+            raise SegmentGone(f"{segment.handle} cannot be mapped: {error.strerror}") from None
         finally:
             os.close(fd)
 
     def pool(self, ref: KvRef) -> torch.Tensor:
-        segment = ref.segment
-        if (segment.owner, segment.handle, segment.offset, ref.layout) != self._identity:
+        if (ref.segment, ref.layout) != (self._segment, self._layout):
             raise BadKvRef(ref.encode(), "it does not describe the file that it names")
         if self._memory is None or self._memory.size() < self._nbytes:  # reading past the end would be SIGBUS
-            raise SegmentGone(f"{segment.handle} was cut short or unmapped")
+            raise SegmentGone(f"{self._segment.handle} was cut short or unmapped")
         return self._pool
 
     def generations(self, blocks: tuple[int, ...]) -> tuple[int, ...]:

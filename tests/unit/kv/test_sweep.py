@@ -1,0 +1,144 @@
+"""The sweep: dead owners' files go, everything else stays."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from prelay_kv import shm, shmfile
+from prelay_kv.layout import KvLayout
+from prelay_kv.shm import ShmPool, sweep
+
+
+def _left_behind(shm_dir: Path, layout: KvLayout, owner: str = "dead") -> Path:
+    pool = ShmPool.create(owner, layout, shm_dir)
+    pool.close(unlink=False)
+    return pool.path
+
+
+def test_a_dead_owner_s_file_goes_and_a_live_owner_s_stays(shm_dir: Path, layout: KvLayout) -> None:
+    dead = _left_behind(shm_dir, layout)
+    with closing(ShmPool.create("alive", layout, shm_dir)) as alive:
+        alive.tensor.fill_(3)
+        assert sweep(shm_dir) == (dead.name,)
+        assert sweep(shm_dir) == ()
+        assert alive.path.exists()
+        assert alive.tensor.eq(3).all()
+    assert not dead.exists()
+
+
+def test_an_unfinished_file_of_an_owner_that_died_while_starting_goes_too(shm_dir: Path) -> None:
+    fd, path = shmfile.create_locked(shm_dir, "starting")
+    os.close(fd)
+    assert sweep(shm_dir) == (path.name,)
+
+
+def test_what_is_not_a_pool_file_is_left_alone(shm_dir: Path, tmp_path: Path) -> None:
+    # Given neighbours: another program's file, and a folder, a pipe and a link that only look like pools
+    target = tmp_path / "target"
+    target.touch()
+    others = [shm_dir / name for name in ("torch_1_2", "prelay-a.kv", "prelay-b.kv", "prelay-c.kv", "prelay-d.kv.tmp")]
+    others[0].touch()
+    others[1].mkdir()
+    os.mkfifo(others[2])
+    others[3].symlink_to(target)
+    others[4].touch()
+    # When swept, then all are still there
+    assert sweep(shm_dir) == ()
+    assert all(path.is_symlink() or path.exists() for path in others)
+    assert target.exists()
+    others[1].rmdir()
+    for path in (others[0], *others[2:]):
+        path.unlink()
+
+
+def test_a_folder_that_is_not_there_has_nothing_to_sweep(tmp_path: Path) -> None:
+    assert sweep(tmp_path / "none") == ()
+
+
+def test_two_sweeps_at_once_remove_each_file_once(shm_dir: Path, layout: KvLayout) -> None:
+    dead = {_left_behind(shm_dir, layout).name for _ in range(40)}
+    with closing(ShmPool.create("alive", layout, shm_dir)) as alive, ThreadPoolExecutor(2) as threads:
+        start = threading.Barrier(2)
+
+        def one() -> tuple[str, ...]:
+            start.wait()
+            return sweep(shm_dir)
+
+        first, second = (job.result() for job in [threads.submit(one), threads.submit(one)])
+        assert alive.path.exists()
+    assert sorted(first + second) == sorted(dead)
+
+
+def test_a_sweep_that_gets_the_lock_after_another_has_removed_the_file_claims_nothing(
+    shm_dir: Path, layout: KvLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = _left_behind(shm_dir, layout)
+
+    def beaten(fd: int) -> bool:
+        dead.unlink()
+        return shmfile.try_lock(fd)
+
+    monkeypatch.setattr(shm, "try_lock", beaten)
+    assert sweep(shm_dir) == ()
+
+
+def test_a_name_that_now_is_another_owner_s_file_is_left_alone(
+    shm_dir: Path, layout: KvLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = _left_behind(shm_dir, layout)
+    with closing(ShmPool.create("alive", layout, shm_dir)) as alive:
+
+        def replaced(fd: int) -> bool:
+            alive.path.rename(dead)
+            return shmfile.try_lock(fd)
+
+        monkeypatch.setattr(shm, "try_lock", replaced)
+        assert sweep(shm_dir) == ()
+        assert dead.exists()
+        dead.rename(alive.path)
+
+
+def test_an_owner_whose_new_file_is_swept_before_it_is_locked_makes_another(
+    shm_dir: Path, layout: KvLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept: list[tuple[str, ...]] = []
+
+    def sweep_first(fd: int) -> bool:
+        if not swept:
+            swept.append(sweep(shm_dir))
+        return shmfile_try_lock(fd)
+
+    shmfile_try_lock = shmfile.try_lock
+    monkeypatch.setattr(shmfile, "try_lock", sweep_first)
+    with closing(ShmPool.create("w", layout, shm_dir)) as pool:
+        assert len(swept[0]) == 1
+        assert pool.path.name not in swept[0]
+        assert pool.path.exists()
+        assert sweep(shm_dir) == ()
+
+
+def test_an_owner_that_finds_its_new_file_locked_by_a_sweep_makes_another(
+    shm_dir: Path, layout: KvLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+
+    def sweep_holds_it(fd: int) -> bool:
+        if not held:
+            (path,) = shm_dir.glob("*.kv")
+            held.append(os.open(path, os.O_RDONLY))
+            assert shmfile_try_lock(held[0])
+        return shmfile_try_lock(fd)
+
+    shmfile_try_lock = shmfile.try_lock
+    monkeypatch.setattr(shmfile, "try_lock", sweep_holds_it)
+    with closing(ShmPool.create("w", layout, shm_dir)) as pool:
+        os.close(held[0])  # a sweep that died here; the next one removes the file
+        (left,) = sweep(shm_dir)
+        assert left != pool.path.name
+        assert pool.path.exists()
