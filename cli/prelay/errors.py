@@ -1,0 +1,55 @@
+"""Errors of the command line. Each becomes one line on stderr and an exit code, never a traceback.
+
+CliError                  exit code 1
+├── BadUsage              an option, variable or file that cannot be used; exit code 2
+├── StateDirError         the state directory is in use, unsafe or cannot be written
+├── ServerError           no fit Redis-compatible server: none found, too old, does not start or does not answer
+├── ModelUnavailable      the model cannot be found, fetched or read
+├── TooSmall              memory or /dev/shm does not hold what was asked for; names the size needed
+├── PortTaken             the address cannot be listened on
+└── ChildFailed           a supervised process keeps failing; carries its last lines
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CliError(Exception):
+    """The command could not do what was asked."""
+
+    exit_code = 1
+
+
+class BadUsage(CliError):  # noqa: N818 - reads as the fact it states
+    """An option, variable or file cannot be used."""
+
+    exit_code = 2
+
+
+class StateDirError(CliError):
+    """The state directory cannot be used."""
+
+
+class ServerError(CliError):
+    """There is no fit Redis-compatible server."""
+
+
+class ModelUnavailable(CliError):  # noqa: N818
+    """The model cannot be found, fetched or read."""
+
+
+class TooSmall(CliError):  # noqa: N818
+    """Memory or /dev/shm is too small."""
+
+
+class PortTaken(CliError):  # noqa: N818
+    """The address cannot be listened on."""
+
+
+class ChildFailed(CliError):  # noqa: N818
+    """A supervised process keeps failing."""
+
+    def __init__(self, message: str, tail: Sequence[str] = ()) -> None:
+        lines = "".join(f"\n    {line}" for line in tail)
+        super().__init__(f"{message}; its last lines:{lines}" if tail else message)

@@ -1,0 +1,195 @@
+"""The running fleet of `prelay serve`: started together, watched, stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .child import ChildSpec
+from .embedded import EmbeddedServer
+from .errors import CliError
+from .options import OPTIONS
+from .queueserver import inspect_server
+from .readiness import Readiness, base_url
+from .redact import redact
+from .report import Report
+from .roles import thread_variables
+from .segments import sweep_segments
+from .settings import Settings
+from .sizing import Sizes
+from .supervisor import Supervisor
+
+#: Time for a worker to give its jobs back, in seconds. It waits for no answer to finish: another worker goes on.
+WORKER_STOP_S = 15.0
+#: What the API gets beyond its own grace before it is killed, in seconds.
+API_STOP_EXTRA_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. `server` is None where a URL was given."""
+
+    settings: Settings
+    folder: Path
+    name: str
+    sizes: Sizes
+    server: EmbeddedServer | None
+
+    @property
+    def url(self) -> str:
+        url = self.server.url if self.server else self.settings.url
+        assert url is not None  # settings.load saw to it
+        return url
+
+    def workers(self) -> list[tuple[str, str]]:
+        """Return (name, role) of each worker process."""
+        prefill, decode, unified = self.settings.counts()
+        roles = [("prefill", prefill), ("decode", decode), ("unified", unified)]
+        return [(f"{role}-{number}", role) for role, count in roles for number in range(count)]
+
+    def environment(self, threads: int) -> dict[str, str]:
+        """Return a child's environment: ours, without the settings we read, with those we decided."""
+        read = {option.variable for option in OPTIONS.values()} | {"PRELAY_CONFIG"}
+        inherited = {name: value for name, value in os.environ.items() if name not in read}
+        decided = {
+            "PRELAY_REDIS_URL": self.url,
+            "PRELAY_MODEL": str(self.folder),
+            "PRELAY_SERVED_MODEL_NAME": self.name,
+            "PRELAY_KV_BLOCKS": str(self.sizes.kv_blocks or 1),
+            "PRELAY_PREFILL_KV_BLOCKS": str(self.sizes.prefill_kv_blocks or 1),
+            "PRELAY_THREADS": str(self.sizes.threads),
+            "PYTHONUNBUFFERED": "1",
+        }
+        return inherited | self.settings.environment() | decided | thread_variables(threads)
+
+    def child(self, name: str, role: str, stop_s: float, threads: int) -> ChildSpec:
+        # -P: a file of the working directory must not stand in for a module.
+        command = (sys.executable, "-P", "-m", "prelay", role)
+        before = _sweep_first if role == "prefill" else None
+        return ChildSpec(name, command, self.environment(threads), stop_s, before_start=before)
+
+
+async def _sweep_first() -> None:
+    """A prefill worker that died held its pool in /dev/shm; its successor may need the room."""
+    await asyncio.to_thread(sweep_segments)
+
+
+class Fleet:
+    """One run of a plan."""
+
+    def __init__(self, plan: Plan, report: Report) -> None:
+        self.plan = plan
+        self.report = report
+        self._begun = time.monotonic()
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal. Return 0, or 130 after a hurried stop. Raise CliError when a part gives up."""
+        self._supervisor = Supervisor(self.report.child_line)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal)
+        up = asyncio.create_task(self._bring_up())
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await self._watch(up, stop)
+        finally:
+            for task in (up, stop):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, CliError):
+                    await task
+            self.report.settled()
+            await self._shut_down()
+        return 130 if self._supervisor.hurry.is_set() else 0
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self.report.say("stopping at once")
+            self._supervisor.hurry.set()
+        self._stop.set()
+
+    async def _watch(self, up: asyncio.Future[Any], stop: asyncio.Future[Any]) -> None:
+        """Return when a stop is asked for. Raise what went wrong."""
+        failure: asyncio.Future[Any] = self._supervisor.failure
+        await asyncio.wait({up, stop, failure}, return_when=asyncio.FIRST_COMPLETED)
+        if up.done() and not stop.done():
+            up.result()
+            await asyncio.wait({stop, failure}, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done() and not stop.done():
+            failure.result()
+
+    async def _bring_up(self) -> None:
+        """1 the server, 2 all other processes at once, 3 wait until the API says that the fleet is ready."""
+        await self._start_server()
+        settings, supervisor = self.plan.settings, self._supervisor
+        self.report.step(f"model {self.plan.name} ({self.plan.folder})")
+        supervisor.keep(self.plan.child("api", "api", settings.shutdown_grace_s + API_STOP_EXTRA_S, threads=1))
+        for name, role in self.plan.workers():
+            supervisor.keep(self.plan.child(name, role, WORKER_STOP_S, self.plan.sizes.threads))
+        await Readiness(settings.host, settings.port, supervisor).wait(self.report.waiting)
+        supervisor.started_up = True
+        self.report.settled()
+        self._say_ready()
+
+    async def _start_server(self) -> None:
+        server = self.plan.server
+        if server is not None:
+            self.report.waiting(f"server: starting {server.binary}")
+            keeper = self._supervisor.keep(server.spec())
+            await server.wait_ready(lambda: keeper.child, self.report.waiting)
+        info = await asyncio.to_thread(inspect_server, self.plan.url)
+        self.report.settled()
+        where = str(server.state.server) if server else redact(self.plan.url)
+        self.report.step(f"server {info.kind} {info.version} ({where})")
+        for warning in info.warnings():
+            self.report.warn(warning)
+
+    def _say_ready(self) -> None:
+        sizes, (prefill, decode, unified) = self.plan.sizes, self.plan.settings.counts()
+        pools = [
+            f"{count} {role} × {blocks} KV blocks"
+            for count, role, blocks in (
+                (prefill, "prefill", sizes.prefill_kv_blocks),
+                (decode, "decode", sizes.kv_blocks),
+                (unified, "unified", sizes.kv_blocks),
+            )
+            if count
+        ]
+        url = base_url(self.plan.settings.host, self.plan.settings.port)
+        took = time.monotonic() - self._begun
+        self.report.step(f"ready on {url} after {took:.1f} s ({', '.join(pools)}, {sizes.threads} thread(s) each)")
+        body = f'{{"model": "{self.plan.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+        self.report.say(
+            f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
+            f"  prelay chat --url {url}\n  Ctrl-C stops, in order"
+        )
+
+    async def _shut_down(self) -> None:
+        """Stop everything, and leave no process, no segment and no socket.
+
+        1 The API first: it takes no more work and ends its streams, which needs workers and queue to be there.
+        2 Then the workers: they give back what they hold, which needs the queue.
+        3 Then the server: nobody writes to it any more.
+        4 Then what a killed worker may have left in /dev/shm.
+        """
+        supervisor = self._supervisor
+        if supervisor.keepers:
+            self.report.say("stopping: the API, then the workers, then the server")
+        await supervisor.stop(["api"])
+        await supervisor.stop([name for name, _ in self.plan.workers()])
+        await supervisor.stop(["server"])
+        await asyncio.to_thread(sweep_segments)
+        if not supervisor.failure.done():
+            supervisor.failure.cancel()
+        else:
+            supervisor.failure.exception()  # seen: without this asyncio reports it as lost
+        if supervisor.keepers:
+            self.report.say("stopped")

@@ -1,0 +1,202 @@
+"""The `prelay` command. Every command imports what it needs when it runs: `prelay --help` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from . import __version__
+from .errors import CliError
+from .options import API, DECODE, PREFILL, SERVE, takes
+
+Given = dict[str, Any]
+
+app = typer.Typer(
+    name="prelay",
+    help="Serve a language model from a queue: prefill and decode workers, Redis Streams, and preemption recovery"
+    " that the client never sees.",
+    pretty_exceptions_enable=False,
+    add_completion=True,
+    rich_markup_mode="rich",
+)
+model_app = typer.Typer(help="The model: fetch the demo model, or see where a model lies.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+
+def _examples(*lines: str) -> str:
+    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"[cyan]$ {line}[/cyan]" for line in lines)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"prelay {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version and stop.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command(
+    epilog=_examples(
+        "prelay serve",
+        "prelay serve --model ./my-model --port 8080 --decode 2",
+        "prelay serve --config prelay.toml --log-level debug",
+        "PRELAY_REDIS_URL=redis://:secret@queue:6379/0 prelay serve --host 0.0.0.0",
+    )
+)
+@takes(*SERVE)
+def serve(given: Given, config: str | None) -> int:
+    """Serve a model: a private queue server, workers and the API, started, watched and stopped together."""
+    from .serve import serve as body
+    from .settings import load
+
+    return body(load(given, config))
+
+
+@app.command(epilog=_examples("prelay api --redis-url unix:///run/prelay/redis.sock --model ./my-model --port 8000"))
+@takes(*API)
+def api(given: Given, config: str | None) -> int:
+    """Run one API process against a queue that is there already."""
+    from .roles import run_api
+    from .settings import load
+
+    return run_api(load(given, config))
+
+
+def _worker(role: str, given: Given, config: str | None) -> int:
+    from .roles import run_worker
+    from .settings import load
+
+    return run_worker(role, load(given, config))
+
+
+@app.command(epilog=_examples("prelay prefill --redis-url redis://queue:6379/0 --model ./my-model --threads 8"))
+@takes(*PREFILL)
+def prefill(given: Given, config: str | None) -> int:
+    """Run one prefill worker: prompts into KV blocks."""
+    return _worker("prefill", given, config)
+
+
+@app.command(epilog=_examples("prelay decode --redis-url redis://queue:6379/0 --model ./my-model --kv-blocks 4096"))
+@takes(*DECODE)
+def decode(given: Given, config: str | None) -> int:
+    """Run one decode worker: KV blocks into tokens."""
+    return _worker("decode", given, config)
+
+
+@app.command(epilog=_examples("prelay unified --redis-url redis://queue:6379/0 --model ./my-model"))
+@takes(*DECODE)
+def unified(given: Given, config: str | None) -> int:
+    """Run one worker that does prefill and decode in one process."""
+    return _worker("unified", given, config)
+
+
+@app.command(epilog=_examples("prelay doctor", "prelay doctor --model ./my-model --port 8080"))
+@takes(*SERVE)
+def doctor(given: Given, config: str | None) -> int:
+    """Check this machine and these settings, and say what to do about what is wrong."""
+    from .doctor import doctor as body
+    from .settings import load
+
+    return body(load(given, config))
+
+
+@app.command(
+    epilog=_examples(
+        "prelay chat",
+        'prelay chat "Why is the sky blue?" --max-tokens 100',
+        "prelay chat --url http://server:8000 --temperature 0.7 --seed 7",
+    )
+)
+def chat(
+    question: Annotated[str | None, typer.Argument(help="One question; without it a conversation begins.")] = None,
+    url: Annotated[str, typer.Option(help="Where the API is.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="The model to ask for; the first one served if absent.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", min=1)] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0, max=2)] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+) -> None:
+    """Talk to a running server. Ctrl-C stops an answer, /exit ends the conversation."""
+    from .chat import Conversation, converse
+
+    conversation = Conversation(url, model, system, max_tokens, temperature, seed)
+    raise typer.Exit(converse(conversation, question))
+
+
+@model_app.command("fetch-demo", epilog=_examples("prelay model fetch-demo"))
+def model_fetch_demo() -> None:
+    """Fetch the demo model (SmolLM2-135M-Instruct, 93 MB) and convert it, once."""
+    from .model import fetch_demo_model
+
+    print(fetch_demo_model())
+
+
+@model_app.command("path", epilog=_examples("prelay model path", "prelay model path ./model.gguf"))
+def model_path(
+    model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or hub id; the demo model if absent.")] = None,
+) -> None:
+    """Print the folder that a model is served from, fetching or converting it if need be."""
+    from .model import resolve_with_progress
+
+    print(resolve_with_progress(model))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted."""
+    try:
+        return int(typer.main.get_command(app).main(list(arguments), prog_name="prelay", standalone_mode=False) or 0)
+    except typer.Abort:
+        return _fail("interrupted", 130)
+    except CliError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except _USAGE_ERROR as error:
+        words = error.format_message()  # empty where the help was shown instead
+        return _fail(f"{words} (see prelay --help)", 2) if words else 2
+
+
+#: typer's own UsageError: typer brings its own copy of click in newer versions, so it is found by kinship.
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"prelay: {message}", file=sys.stderr)
+    return code
+
+
+def _hide_password(arguments: list[str]) -> None:
+    """Move a --redis-url with a password from the arguments, which everybody can read, to the environment.
+
+    The process replaces itself; the environment wins nothing by it, as the command line came first anyway.
+    """
+    from .redact import has_secret
+
+    for at, word in enumerate(arguments):
+        flag, equals, value = word.partition("=")
+        if flag != "--redis-url":
+            continue
+        url = value if equals else (arguments[at + 1] if at + 1 < len(arguments) else "")
+        if has_secret(url):
+            rest = arguments[:at] + arguments[at + (1 if equals else 2) :]
+            environment = os.environ | {"PRELAY_REDIS_URL": url}
+            os.execve(sys.executable, [sys.executable, "-P", "-m", "prelay", *rest], environment)  # noqa: S606 - no shell is the point
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    _hide_password(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

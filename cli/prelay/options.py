@@ -1,0 +1,156 @@
+"""The options of all commands, once: what `--help` says. What a value may be is decided in settings.py.
+
+Kept free of pydantic, so that `--help` and shell completion answer at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting. `name` is the settings field; the flag, variable and file key follow from it."""
+
+    name: str
+    metavar: str
+    help: str
+    default: str = ""
+    panel: str = "Options"
+    is_switch: bool = False
+    hidden: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "PRELAY_" + self.name.upper()
+
+    def parameter(self) -> inspect.Parameter:
+        """Return this option as a parameter that typer reads. Values stay text: settings.py judges them."""
+        words = self.help + (f" [default: {self.default}]" if self.default else "")
+        info = typer.Option(
+            self.flag,
+            metavar=None if self.is_switch else self.metavar,
+            help=words.replace("[", r"\["),
+            rich_help_panel=self.panel,
+            show_default=False,
+            hidden=self.hidden,
+        )
+        kind = bool | None if self.is_switch else str | None
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
+        )
+
+
+#: A command: (values given on the command line, the file named) to an exit code.
+Body = Callable[[dict[str, Any], str | None], int]
+
+_QUEUE, _WORKERS, _MODEL, _API = "Queue", "Workers", "Model", "API"
+
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for option in (
+        Option(
+            "redis_url", "URL", "Redis or Valkey: redis://, rediss:// or unix://. Keep a password out of the"
+            " command line: use PRELAY_REDIS_URL or the file.", "a private server of its own", _QUEUE,
+        ),
+        Option(
+            "state_dir", "DIR", "Where the private server keeps its data, log and socket.",
+            "$XDG_STATE_HOME/prelay or ~/.local/state/prelay", _QUEUE,
+        ),
+        Option("model", "MODEL", "A Hugging Face folder, a .gguf file, or a hub id.", "the demo model", _MODEL),
+        Option(
+            "served_model_name", "NAME", "The name that clients ask for.", "the name of the model's folder", _MODEL,
+        ),
+        Option("dtype", "TYPE", "auto, float32 or bfloat16.", "auto: bfloat16 where the CPU has it", _MODEL),
+        Option("max_model_len", "TOKENS", "Longest prompt plus answer.", "the model's context", _MODEL),
+        Option("prefill", "N", "Number of prefill workers.", "1, or 0 with --unified", _WORKERS),
+        Option("decode", "N", "Number of decode workers.", "1, or 0 with --unified", _WORKERS),
+        Option("unified", "N", "Number of workers that do both in one process.", "0", _WORKERS),
+        Option(
+            "kv_blocks", "N", "KV blocks of each decode or unified worker.",
+            "a quarter of the memory shared among them, at most --max-running full contexts, at least one", _WORKERS,
+        ),
+        Option(
+            "prefill_kv_blocks", "N", "KV blocks of each prefill worker, in /dev/shm.",
+            "two full contexts, less where /dev/shm or memory is short, at least one", _WORKERS,
+        ),
+        Option("block_size", "TOKENS", "Tokens in a KV block.", "16", _WORKERS),
+        Option("max_running", "N", "Sequences that one worker runs at a time.", "64", _WORKERS),
+        Option("prefill_chunk", "TOKENS", "Prompt tokens computed in one step.", "256", _WORKERS),
+        Option("max_preemptions", "N", "After so many preempts a job is not preempted again.", "3", _WORKERS),
+        Option(
+            "threads", "N", "Threads of each worker.", "an equal share of the cores among this command's workers",
+            _WORKERS,
+        ),
+        Option("host", "ADDRESS", "Address to listen on.", "127.0.0.1", _API),
+        Option("port", "PORT", "Port to listen on.", "8000", _API),
+        Option(
+            "keep", "WHAT", "What a preempt keeps of an answer: delivered (what the client has seen) or emitted"
+            " (all of it).", "delivered", _API,
+        ),
+        Option("shutdown_grace_s", "SECONDS", "Time that open streams get when the API stops.", "10", _API),
+        Option("log_level", "LEVEL", "debug, info, warning or error.", "info"),
+        Option("null_model", "", "A fake model: hashes for tokens.", panel="Tests", is_switch=True, hidden=True),
+        Option("null_divergent", "", "The epoch goes into the hash.", panel="Tests", is_switch=True, hidden=True),
+        Option("null_step_ms", "MS", "Time of a decode step.", panel="Tests", hidden=True),
+        Option("null_vocab", "N", "Number of different tokens.", panel="Tests", hidden=True),
+        Option("null_prefill_ms", "MS", "Time of a prompt token.", panel="Tests", hidden=True),
+    )
+}  # fmt: skip
+
+_NULL = ("null_model", "null_divergent", "null_step_ms", "null_prefill_ms", "null_vocab")
+_RUN = (
+    "dtype", "max_model_len", "block_size", "max_running", "prefill_chunk", "max_preemptions", "threads", *_NULL,
+)  # fmt: skip
+_COMMON = ("redis_url", "model", "log_level")
+API = (*_COMMON, "served_model_name", "host", "port", "keep", "shutdown_grace_s")
+PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
+DECODE = (*_COMMON, "kv_blocks", *_RUN)
+SERVE = tuple(OPTIONS)
+
+_CONFIG = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Option(
+            "--config", metavar="FILE", show_default=False,
+            help="A TOML file with settings (kv_blocks = 512). Also PRELAY_CONFIG; no file is read unasked.",
+        ),
+    ],
+)  # fmt: skip
+
+
+def takes(*names: str) -> Callable[[Body], Callable[..., None]]:
+    """Give a command the options `names` and --config.
+
+    The command is called with a dict of the values that were given (absent ones are left out) and the
+    file; it returns an exit code.
+    """
+
+    def decorate(body: Body) -> Callable[..., None]:
+        parameters = [*(OPTIONS[name].parameter() for name in names), _CONFIG]
+
+        def command(**values: Any) -> None:
+            config = values.pop("config")
+            given = {name: values.pop(name) for name in names}
+            given = {name: value for name, value in given.items() if value is not None}
+            raise typer.Exit(body(given, config))
+
+        command.__doc__ = body.__doc__
+        command.__name__ = body.__name__
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate

@@ -1,0 +1,32 @@
+"""Ask the server at a URL whether it will do."""
+
+from __future__ import annotations
+
+from prelay_queue.client import SyncQueue
+from prelay_queue.errors import QueueError
+from prelay_queue.server import ServerInfo, inspect, load_scripts
+from prelay_queue.settings import QueueSettings
+
+from .errors import ServerError
+from .redact import redact
+
+
+def inspect_server(url: str) -> ServerInfo:
+    """Return what it is, after all our scripts were loaded into it.
+
+    Raise ServerError with one line when it does not answer, is unfit or cannot run the scripts.
+    """
+    try:
+        queue = SyncQueue(QueueSettings(url=url, fleet="inspect"))
+    except ValueError as error:
+        raise ServerError(f"--redis-url {redact(url)}: {error}") from None
+    try:
+        info = inspect(queue.redis)
+        if problems := info.problems():
+            raise ServerError(f"{redact(url)}: {'; '.join(problems)}")
+        load_scripts(queue)
+    except QueueError as error:
+        raise ServerError(f"{redact(url)}: {error}") from None
+    finally:
+        queue.close()
+    return info

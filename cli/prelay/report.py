@@ -1,0 +1,95 @@
+"""What `prelay serve` and `prelay model` show while they work: on stderr, plain where it is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.status import Status
+from rich.text import Text
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue")
+
+Tell = Callable[[str, float], None]
+
+
+class Report:
+    """Steps that are done, one line that says what is waited for, and the children's lines between them."""
+
+    def __init__(self) -> None:
+        self.console = Console(file=sys.stderr, highlight=False)
+        self._status: Status | None = None
+        self._waiting_for = ""
+        self._names: list[str] = []
+
+    def step(self, text: str) -> None:
+        self._print(Text.assemble(("✓ ", "bold green"), text))
+
+    def warn(self, text: str) -> None:
+        self._print(Text.assemble(("! ", "bold yellow"), (text, "bold")))
+
+    def say(self, text: str) -> None:
+        self._print(Text(text))
+
+    def child_line(self, name: str, line: str) -> None:
+        """Print one line of a child, its name in front."""
+        if name not in self._names:
+            self._names.append(name)
+        colour = _COLOURS[self._names.index(name) % len(_COLOURS)]
+        self._print(Text.assemble((f"{name:>9} │ ", colour), line))
+
+    def waiting(self, text: str) -> None:
+        """Say what is being waited for; the same text again says nothing."""
+        if text == self._waiting_for:
+            return
+        self._waiting_for = text
+        if not self.console.is_terminal:
+            self.say(f"… {text}")
+        elif self._status is None:
+            self._status = self.console.status(Text(text))
+            self._status.start()
+        else:
+            self._status.update(Text(text))
+
+    def settled(self) -> None:
+        """Nothing is waited for any more."""
+        self._waiting_for = ""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def _print(self, text: Text) -> None:
+        self.console.print(text, soft_wrap=True)
+
+    @contextmanager
+    def progress(self) -> Iterator[Tell]:
+        """Give a function `tell(what, share done 0…1)` that draws a bar, or lines where it is no terminal."""
+        if not self.console.is_terminal:
+            yield _in_lines(self.say)
+            return
+        columns = (TextColumn("{task.description:<12}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as bars:
+            tasks: dict[str, object] = {}
+
+            def tell(what: str, done: float) -> None:
+                if what not in tasks:
+                    tasks[what] = bars.add_task(what, total=1.0)
+                bars.update(tasks[what], completed=done)  # type: ignore[arg-type]
+
+            yield tell
+
+
+def _in_lines(say: Callable[[str], None]) -> Tell:
+    """A line for each new thing, and for each further quarter of it."""
+    told: dict[str, int] = {}
+
+    def tell(what: str, done: float) -> None:
+        quarter = int(done * 4)
+        if told.get(what, -1) < quarter:
+            told[what] = quarter
+            say(f"… {what} {quarter * 25} %")
+
+    return tell

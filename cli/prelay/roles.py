@@ -1,0 +1,114 @@
+"""The single-process commands: from settings to the configuration of one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from prelay_queue.settings import QueueSettings
+from prelay_text.errors import TextError
+from prelay_text.fingerprint import fingerprint
+
+from .errors import BadUsage, ModelUnavailable
+from .geometry import Geometry, check_folder, read_geometry
+from .host import this_host
+from .model import resolve_with_progress, served_name
+from .settings import Settings
+from .sizing import sizes
+
+#: Read by the thread pools of torch, oneDNN and numpy when they are loaded.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def run_api(settings: Settings) -> int:
+    """Run one API process. Return its exit code."""
+    folder = resolve_with_progress(settings.model)
+    queue = queue_settings(settings, folder)
+    _set_up(settings, threads=1)
+    from prelay_api.config import ApiConfig
+    from prelay_api.main import run
+
+    return run(
+        ApiConfig(
+            queue=queue,
+            model=folder,
+            served_model_name=settings.served_model_name or served_name(settings.model, folder),
+            host=settings.host,
+            port=settings.port,
+            keep=settings.keep,
+            shutdown_grace_s=settings.shutdown_grace_s,
+        )
+    )
+
+
+def run_worker(role: str, settings: Settings) -> int:
+    """Run one worker of `role` (prefill, decode or unified). Return its exit code."""
+    folder = resolve_with_progress(settings.model)
+    queue = queue_settings(settings, folder)
+    # Shares of this machine are for this command's one worker.
+    alone = settings.model_copy(update={"prefill": 0, "decode": 0, "unified": 0} | {role: 1})
+    mine = sizes(alone, geometry(settings, folder), this_host())
+    _set_up(settings, mine.threads)
+    from prelay_worker.config import NullModel, Role, WorkerConfig
+
+    null = NullModel(
+        vocab_size=settings.null_vocab,
+        divergent=settings.null_divergent,
+        step_ms=settings.null_step_ms,
+        prefill_ms_per_token=settings.null_prefill_ms,
+    )
+    config = WorkerConfig(
+        role=Role(role),
+        queue=queue,
+        model=folder,
+        kv_blocks=mine.prefill_kv_blocks if role == "prefill" else mine.kv_blocks,
+        block_size=settings.block_size,
+        dtype=settings.dtype,
+        max_running=settings.max_running,
+        prefill_chunk=settings.prefill_chunk,
+        max_model_len=settings.max_model_len,
+        threads=mine.threads,
+        max_preemptions=settings.max_preemptions,
+        null=null if settings.null_model else None,
+    )
+    return _entry(role, config)
+
+
+def _entry(role: str, config: object) -> int:
+    if role == "prefill":
+        from prelay_prefill.main import run
+    elif role == "decode":
+        from prelay_decode.main import run
+    else:
+        from prelay_unified.main import run
+    return run(config)  # type: ignore[arg-type]
+
+
+def queue_settings(settings: Settings, folder: Path) -> QueueSettings:
+    """Return where the queue is and which fleet's keys to use. Raise BadUsage, ModelUnavailable."""
+    if settings.url is None:
+        raise BadUsage("--redis-url is needed: only prelay serve brings a server of its own")
+    try:
+        return QueueSettings(url=settings.url, fleet=fingerprint(folder))
+    except TextError as error:
+        raise ModelUnavailable(str(error)) from None
+
+
+def geometry(settings: Settings, folder: Path) -> Geometry | None:
+    """Return what the model's KV costs, None for the null model. Raise ModelUnavailable."""
+    check_folder(folder, with_weights=not settings.null_model)
+    return None if settings.null_model else read_geometry(folder)
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """Return the variables that set a process's thread pools; set before torch is imported."""
+    return dict.fromkeys(_THREAD_VARIABLES, str(threads)) | {"TOKENIZERS_PARALLELISM": "false"}
+
+
+def _set_up(settings: Settings, threads: int) -> None:
+    os.environ.update(thread_variables(threads))
+    logging.basicConfig(
+        level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )

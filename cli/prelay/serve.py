@@ -1,0 +1,73 @@
+"""`prelay serve`: everything that can be wrong is looked at first, then the fleet is started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from .embedded import EmbeddedServer
+from .fleet import Fleet, Plan
+from .host import check_port, this_host
+from .model import resolve_model, served_name
+from .report import Report
+from .roles import geometry
+from .segments import sweep_segments
+from .settings import Settings, unknown_variables
+from .sizing import sizes
+from .statedir import StateDir
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGINT or SIGTERM. Return the exit code: 0 stopped in order, 130 stopped in a hurry.
+
+    Raise CliError with one line for whatever does not work.
+    """
+    report = Report()
+    for variable in unknown_variables():
+        report.warn(f"{variable} is set, and no setting has that name")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_leaving_on_sigterm())
+        # First what is quick to say and would otherwise be found out after a long download.
+        server = _embedded(settings, stack)
+        check_port(settings.host, settings.port)
+        plan = _plan(settings, server, report)
+        return asyncio.run(Fleet(plan, report).run())
+
+
+def _embedded(settings: Settings, stack: contextlib.ExitStack) -> EmbeddedServer | None:
+    if settings.url is not None:
+        return None
+    state = StateDir(settings.state_dir)
+    stack.callback(state.close)
+    server = EmbeddedServer(state, this_host().memory)
+    stack.callback(server.close)
+    return server
+
+
+def _plan(settings: Settings, server: EmbeddedServer | None, report: Report) -> Plan:
+    with report.progress() as tell:
+        folder = resolve_model(settings.model, tell)
+    name = settings.served_model_name or served_name(settings.model, folder)
+    kv = geometry(settings, folder)
+    if swept := sweep_segments():  # before /dev/shm is measured
+        report.step(f"removed {swept} KV segment(s) that a crash had left in /dev/shm")
+    return Plan(settings, folder, name, sizes(settings, kv, this_host()), server)
+
+
+@contextlib.contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into an exception while things are prepared, so that half-made files go away."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        del frame
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,198 @@
+"""All settings, read in one place. Command line over environment (PRELAY_*) over TOML file over default."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from .errors import BadUsage
+from .options import OPTIONS
+from .redact import redact
+
+#: PRELAY_ variables that are no settings.
+OTHER_VARIABLES = frozenset({"PRELAY_CONFIG", "PRELAY_CACHE_DIR", "PRELAY_FAULTS"})
+
+Count = Annotated[int, Field(ge=0, le=256)]
+Blocks = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+def default_state_dir() -> Path:
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "prelay"
+
+
+def _check_url(secret: SecretStr) -> SecretStr:
+    url = secret.get_secret_value()
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("redis", "rediss") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        known = False
+    if not known and not (url.startswith("unix://") and urlsplit(url).path):
+        limit = "must be redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
+        raise PydanticCustomError("prelay", "{words}, not '{url}'", {"words": limit, "url": redact(url)})
+    return secret
+
+
+class Settings(BaseSettings):
+    """Every setting of every command; OPTIONS says what each is for."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PRELAY_", env_ignore_empty=True, extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    redis_url: Annotated[SecretStr, AfterValidator(_check_url)] | None = None
+    state_dir: Path = Field(default_factory=default_state_dir)
+    model: Annotated[str, Field(min_length=1)] | None = None
+    served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    prefill: Count | None = None
+    decode: Count | None = None
+    unified: Count = 0
+    kv_blocks: Blocks | None = None
+    prefill_kv_blocks: Blocks | None = None
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    max_running: Annotated[int, Field(ge=1, le=4096)] = 64
+    prefill_chunk: Annotated[int, Field(ge=1, le=1 << 20)] = 256
+    max_preemptions: Annotated[int, Field(ge=0, le=1000)] = 3
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    keep: Literal["delivered", "emitted"] = "delivered"
+    shutdown_grace_s: Annotated[int, Field(ge=0, le=3600)] = 10
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    null_model: bool = False
+    null_divergent: bool = False
+    null_step_ms: Annotated[float, Field(ge=0, le=60_000)] = 1.0
+    null_prefill_ms: Annotated[float, Field(ge=0, le=60_000)] = 0.0
+    null_vocab: Annotated[int, Field(ge=2, le=1 << 24)] = 1000
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: object, info: Any) -> object:
+        """`port = true` in a file would otherwise pass for 1."""
+        if isinstance(value, bool) and info.field_name not in _SWITCHES:
+            raise PydanticCustomError("prelay", "must not be true or false")
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        del dotenv_settings, file_secret_settings  # neither is read
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    @property
+    def url(self) -> str | None:
+        return self.redis_url.get_secret_value() if self.redis_url else None
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the numbers of prefill, decode and unified workers."""
+        usual = 0 if self.unified else 1
+        prefill = usual if self.prefill is None else self.prefill
+        decode = usual if self.decode is None else self.decode
+        return prefill, decode, self.unified
+
+    def environment(self) -> dict[str, str]:
+        """Return the settings as variables for a child. The URL travels this way, and never in arguments."""
+        values = self.model_dump(exclude_none=True) | ({"redis_url": self.url} if self.url else {})
+        return {OPTIONS[name].variable: str(value) for name, value in values.items()}
+
+
+_SWITCHES = frozenset(option.name for option in OPTIONS.values() if option.is_switch)
+
+
+def load(given: Mapping[str, object], config: str | None) -> Settings:
+    """Read the settings. `given` is the command line's share. Raise BadUsage with one line."""
+    file = config or os.environ.get("PRELAY_CONFIG") or None
+    if file:
+        _check_file(Path(file))
+
+    class Loaded(Settings):
+        model_config = SettingsConfigDict(toml_file=file)
+
+    try:
+        settings = Loaded(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise BadUsage(_explain(error.errors()[0], given, file)) from None
+    prefill, decode, unified = settings.counts()
+    if settings.redis_url is None and not unified and not (prefill and decode):
+        raise BadUsage(
+            f"--prefill {prefill} --decode {decode} --unified {unified} serves nothing: at least one prefill and one"
+            " decode worker, or one unified worker, or a --redis-url where others work, is needed"
+        )
+    return settings
+
+
+def unknown_variables() -> list[str]:
+    """Return PRELAY_ variables that no setting reads: most often misspelt ones."""
+    known = {option.variable for option in OPTIONS.values()} | OTHER_VARIABLES
+    return sorted(v for v in os.environ if v.startswith("PRELAY_") and v not in known and "_TEST_" not in v)
+
+
+def _check_file(path: Path) -> None:
+    try:
+        keys = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadUsage(f"--config: cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadUsage(f"--config: {path} is not valid TOML: {error}") from None
+    for key in keys:
+        if key not in OPTIONS:
+            near = difflib.get_close_matches(key.replace("-", "_"), OPTIONS, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise BadUsage(f"{path}: unknown key {key!r}{hint}")
+
+
+def _explain(detail: ErrorDetails, given: Mapping[str, object], file: str | None) -> str:
+    """Return one line that names the option where it was set, the limit and the value."""
+    name = str(detail["loc"][0])
+    option = OPTIONS[name]
+    if name in given:
+        where = option.flag
+    elif os.environ.get(option.variable):
+        where = option.variable
+    else:
+        where = f"{name} in {file}"
+    limit = _limit(detail)
+    return f"{where} {limit}" if detail["type"] == "prelay" else f"{where} {limit}, not {detail['input']!r}"
+
+
+def _limit(detail: ErrorDetails) -> str:
+    context = detail.get("ctx", {})
+    match detail["type"]:
+        case "greater_than_equal":
+            return f"must be at least {context['ge']}"
+        case "less_than_equal":
+            return f"must be at most {context['le']}"
+        case "int_parsing" | "int_type" | "int_from_float" | "int_parsing_size":
+            return "must be a whole number"
+        case "float_parsing" | "float_type" | "finite_number":
+            return "must be a number"
+        case "bool_parsing" | "bool_type":
+            return "must be true or false"
+        case "literal_error":
+            return f"must be {context['expected'].replace(chr(39), '')}"
+        case "string_too_short":
+            return "must not be empty"
+        case "string_too_long":
+            return f"must have at most {context['max_length']} characters"
+        case "string_type" | "path_type":
+            return "must be text"
+        case _:
+            return detail["msg"]
