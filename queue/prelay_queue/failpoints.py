@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from .errors import QueueUnavailable
 
 _ACTIONS = ("die", "pause", "cut", "lost")
+_FAULT = re.compile(rf"([\w.]+)=({'|'.join(_ACTIONS)})(?::(\d+(?:\.\d+)?))?(?:@(\*|[1-9]\d*))?")
 
 
 @dataclass(slots=True)
@@ -38,15 +40,15 @@ class Fault:
 
 def parse(words: str) -> dict[str, Fault]:
     """Read PRELAY_FAULTS. Raise ValueError naming the part that does not parse."""
-    faults = {}
-    for part in filter(None, (p.strip() for p in words.split(","))):
-        point, found, rest = part.partition("=")
-        rest, _, at = rest.partition("@")
-        action, _, seconds = rest.partition(":")
-        if not found or action not in _ACTIONS:
-            raise ValueError(f"PRELAY_FAULTS: cannot read {part!r}; write point=action[:seconds][@n], {_ACTIONS=}")
-        faults[point] = Fault(action, float(seconds or 0), 0 if at == "*" else int(at or 1))
-    return faults
+    return dict(_parse_one(part) for part in filter(None, (p.strip() for p in words.split(","))))
+
+
+def _parse_one(part: str) -> tuple[str, Fault]:
+    found = _FAULT.fullmatch(part)
+    if found is None:
+        raise ValueError(f"PRELAY_FAULTS: cannot read {part!r}; write point=action[:seconds][@n or @*], {_ACTIONS=}")
+    point, action, seconds, at = found.groups()
+    return point, Fault(action, float(seconds or 0), 0 if at == "*" else int(at or 1))
 
 
 _lock = threading.Lock()

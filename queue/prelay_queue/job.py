@@ -78,14 +78,31 @@ class JobSpec:
             sampling = data.pop("sampling")
             sampling["stop"] = tuple(sampling["stop"])
             sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-            return cls(
+            spec = cls(
                 id=data["id"],
                 prompt_ids=tuple(data["prompt_ids"]),
                 sampling=Sampling(**sampling),
                 priority=Priority(data["priority"]),
             )
+            _check_types(spec)
+            return spec
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadMessageError(raw, str(error)) from None
+
+
+def _check_types(spec: JobSpec) -> None:
+    """Raise TypeError for what would only fail inside a worker's step, where it takes the whole batch along."""
+    sampling = spec.sampling
+    texts = (spec.id, *sampling.stop)
+    integers = (sampling.max_tokens, sampling.top_k, sampling.seed, *sampling.stop_token_ids, *spec.prompt_ids)
+    if not all(isinstance(each, str) for each in texts):
+        raise TypeError("id and stop must be strings")
+    if not all(type(each) is int for each in integers):  # bool is an int to isinstance
+        raise TypeError("max_tokens, top_k, seed and token ids must be integers")
+    if not all(type(each) in (int, float) for each in (sampling.temperature, sampling.top_p)):
+        raise TypeError("temperature and top_p must be numbers")
+    if type(sampling.ignore_eos) is not bool:
+        raise TypeError("ignore_eos must be true or false")
 
 
 @dataclass(frozen=True, slots=True)
