@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
-from prelay_engine.sequence import BlockStats, Sequence, Step
+from prelay_engine.sequence import Sequence, Step
+from prelay_engine.stats import BlockStats
 
 
 class EngineLike(Protocol):
@@ -74,6 +75,10 @@ class Transport(ABC):
 
         Called from a copy thread. Raises HandoverStale or HandoverBroken.
         """
+
+    def peers(self) -> frozenset[str]:
+        """Return the workers whose memory is mapped here."""
+        return frozenset()
 
     @abstractmethod
     def forget(self, owner: str) -> None:

@@ -20,6 +20,7 @@ from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
 from prelay_queue.scripts import Held
 
+from .backend import Transport
 from .messages import Message, Release, Stop
 
 log = logging.getLogger("prelay.lease")
@@ -38,10 +39,11 @@ CRASHED_ALONE = orjson.dumps(
 class LeaseKeeper:
     """Leases, heartbeat and sweep of one worker. `hold`, `export`, `drop` and `stamp` are for other threads."""
 
-    def __init__(self, queue: SyncQueue, worker: str, post: Callable[[Message], None]) -> None:
+    def __init__(self, queue: SyncQueue, worker: str, transport: Transport, post: Callable[[Message], None]) -> None:
         self._queue = queue
         self._times = queue.settings.times
         self._worker = worker
+        self._transport = transport
         self._post = post
         self._held: dict[tuple[str, int], str] = {}
         self._lock = threading.Lock()
@@ -90,6 +92,7 @@ class LeaseKeeper:
             self._renew: self._times.renew_ms,
             self._beat: self._times.heartbeat_ms,
             self._sweep: self._times.sweep_ms,
+            self._forget_lost_peers: self._times.worker_ttl_ms // 3,
         }
         at = {task: time.monotonic() + every / 1000 for task, every in due.items()}
         while not self._stopping.wait(max(0.01, min(at.values()) - time.monotonic())):
@@ -139,6 +142,13 @@ class LeaseKeeper:
             pipe.zremrangebyscore(keys.workers, "-inf", now - 4 * self._times.worker_ttl_ms)
             pipe.expire(keys.control(self._worker), 60)
             pipe.execute()
+
+    def _forget_lost_peers(self) -> None:
+        """A mapping pins its owner's memory: unmap the peers whose heartbeat is gone. A later copy maps again."""
+        for peer in self._transport.peers():
+            if not self._queue.redis.exists(self._queue.keys.worker(peer)):
+                log.info("unmapping the KV of lost worker %s", peer)
+                self._transport.forget(peer)
 
     def _server_ms(self) -> int:
         seconds, micros = self._queue.redis.time()

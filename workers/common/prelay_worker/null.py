@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from prelay_engine.sequence import BlockStats, NewToken, Sequence, Step
+from prelay_engine.sequence import NewToken, Sequence, Step
+from prelay_engine.stats import BlockStats
 from prelay_queue import failpoints
 from prelay_queue.job import FinishReason
 

@@ -14,11 +14,12 @@ from prelay_queue.server import inspect, load_scripts
 from .backend import Backend
 from .config import WorkerConfig
 from .errors import StartupError
+from .identity import incarnation
 from .null import null_backend
 from .worker import MatcherFactory, Worker
 from .writer import Matcher
 
-WorkerClass = Callable[[WorkerConfig, Backend, MatcherFactory], Worker]
+WorkerClass = Callable[[WorkerConfig, Backend, MatcherFactory, str], Worker]
 
 
 def run_worker(make: WorkerClass, config: WorkerConfig) -> int:
@@ -26,7 +27,8 @@ def run_worker(make: WorkerClass, config: WorkerConfig) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     try:
         check_server(config)
-        worker = make(config, _backend(config), _matcher_factory(config))
+        name = incarnation()
+        worker = make(config, _backend(config, name), _matcher_factory(config), name)
     except (StartupError, QueueError) as error:
         print(f"prelay {config.role}: {error}", file=sys.stderr)
         return 1
@@ -44,12 +46,12 @@ def check_server(config: WorkerConfig) -> None:
         queue.close()
 
 
-def _backend(config: WorkerConfig) -> Backend:
+def _backend(config: WorkerConfig, worker: str) -> Backend:
     if config.null is not None:
         return null_backend(config)
     from .real import real_backend  # torch is imported only when there is a model to run
 
-    return real_backend(config)
+    return real_backend(config, worker)
 
 
 def _matcher_factory(config: WorkerConfig) -> MatcherFactory:

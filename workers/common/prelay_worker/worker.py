@@ -33,7 +33,6 @@ from .backend import Backend
 from .claimer import Claimer
 from .config import WorkerConfig
 from .control import Control
-from .identity import incarnation
 from .lease import LeaseKeeper
 from .messages import Claimed, Copied, Drain, Evict, Exported, Message, Release, Stop, key_of
 from .writer import Fail, GiveUp, Matcher, Tokens, Write, Writer
@@ -63,11 +62,11 @@ class Attempt:
 class Worker(ABC):
     """What prefill, decode and unified workers share. Subclasses say how a claim becomes work."""
 
-    def __init__(self, config: WorkerConfig, backend: Backend, matcher: MatcherFactory) -> None:
+    def __init__(self, config: WorkerConfig, backend: Backend, matcher: MatcherFactory, name: str) -> None:
         self.config = config
         self.backend = backend
         self.engine = backend.engine
-        self.id = incarnation()
+        self.id = name
         self.queue = SyncQueue(config.queue)
         self._make_matcher = matcher
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -75,7 +74,7 @@ class Worker(ABC):
         self._heads: deque[Claim] = deque()  # claimed, and waiting for room in claim order
         self._draining = False
         self._admission = Admission(backend.block_size)
-        self.leases = LeaseKeeper(self.queue, self.id, self._inbox.put)
+        self.leases = LeaseKeeper(self.queue, self.id, backend.transport, self._inbox.put)
         self.writer = Writer(self.queue, self.id, backend.transport.domain, self._inbox.put)
         self._control = Control(self.queue, self.id, self._inbox.put)
         self._claimer = Claimer(self.queue, self.id, self.stage(), self._admission, self.leases, self._inbox.put)

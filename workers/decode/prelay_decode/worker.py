@@ -28,8 +28,8 @@ HANDOVER_TRIES = 5
 class DecodeWorker(Worker):
     """Serves the decode streams of its KV domain."""
 
-    def __init__(self, config: WorkerConfig, backend: Backend, matcher: MatcherFactory) -> None:
-        super().__init__(config, backend, matcher)
+    def __init__(self, config: WorkerConfig, backend: Backend, matcher: MatcherFactory, name: str) -> None:
+        super().__init__(config, backend, matcher, name)
         self._copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
 
     def stage(self) -> str:

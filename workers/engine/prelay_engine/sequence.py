@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of a step. No torch here: workers without a model import this too."""
+"""What goes into the engine and what a step gives back. No torch here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from prelay_queue.job import FinishReason, Sampling
 
 @dataclass(slots=True)
 class Sequence:
-    """One job at one epoch. `key` is unique: f"{job id}@{epoch}". `ids` grows as tokens are sampled (seq 0 …)."""
+    """One attempt of one job, as the engine holds it. The engine appends to `ids`.
+
+    `key` is unique for ever: `<job id>@<epoch>`. `ids` are the tokens of the answer so far, seq 0 first.
+    """
 
     key: str
     prompt_ids: tuple[int, ...]
@@ -17,13 +20,23 @@ class Sequence:
     ids: list[int] = field(default_factory=list)
     priority: int = 1  # 0 interactive, 1 normal, 2 batch
     arrival_ms: int = 0
-    reserved: bool = False  # its full remaining KV was taken at admission; never evicted
+    reserved: bool = False  # takes the KV of its whole answer at admission and is never evicted
     hand_over: bool = False  # prefill worker: stop after the first sampled token and hold the blocks
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and answer so far."""
+        return len(self.prompt_ids) + len(self.ids)
+
+    @property
+    def total(self) -> int:
+        """The most tokens this sequence can come to."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A sampled token. `finish` is STOP at EOS or a stop id, LENGTH at max_tokens, else None."""
+    """One sampled token. `finish` is set on the last one of a sequence, which the engine then forgets."""
 
     key: str
     seq: int
@@ -33,20 +46,13 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did. `held` are hand-over sequences whose prefill is complete (their token is in `tokens`)."""
+    """What one step did.
+
+    `evicted` sequences are gone and their blocks free; their tokens of this step, if any, are not computed.
+    `held` are the hand-over sequences whose prefill is complete: their first token is in `tokens`, and
+    their blocks stay until `Engine.release`.
+    """
 
     tokens: tuple[NewToken, ...] = ()
     evicted: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStats:
-    """Blocks of a pool. `orphaned` are owned by no live sequence: must be 0."""
-
-    total: int
-    free: int
-    copying: int = 0
-    leased: int = 0
-    cached: int = 0
-    orphaned: int = 0
