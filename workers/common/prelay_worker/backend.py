@@ -6,12 +6,13 @@ protocol is tested with the same worker code that serves models.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
 from prelay_engine.sequence import Sequence, Step
 from prelay_engine.stats import BlockStats
+
+from .errors import HandoverBroken
 
 
 class EngineLike(Protocol):
@@ -59,32 +60,30 @@ class EngineLike(Protocol):
     def stats(self) -> BlockStats: ...
 
 
-class Transport(ABC):
-    """How KV leaves a prefill worker and reaches a decode worker."""
+class Transport:
+    """How KV leaves a prefill worker and reaches a decode worker. A role overrides what it does; the rest refuses."""
 
     #: Hand-overs work between workers of one domain (a host, or a cluster with a network transport).
     domain: str
 
-    @abstractmethod
-    def export(self, key: str, tokens: int) -> bytes:
+    def export(self, key: str, tokens: int) -> bytes:  # noqa: ARG002
         """Describe the held blocks of `key` so that any decode worker of the domain can read them."""
+        raise HandoverBroken("this worker hands nothing over")
 
-    @abstractmethod
-    def fetch(self, kv: bytes, key: str, tokens: int) -> None:
+    def fetch(self, kv: bytes, key: str, tokens: int) -> None:  # noqa: ARG002
         """Copy the KV into the blocks that `receive` made; returns when the copy is complete and checked.
 
         Called from a copy thread. Raises HandoverStale or HandoverBroken.
         """
+        raise HandoverBroken("this worker takes nothing over")
 
     def peers(self) -> frozenset[str]:
         """Return the workers whose memory is mapped here."""
         return frozenset()
 
-    @abstractmethod
     def forget(self, owner: str) -> None:
         """The worker `owner` is lost: unmap its memory once no copy uses it."""
 
-    @abstractmethod
     def close(self) -> None:
         """Unmap and, for what we own, unlink."""
 

@@ -197,10 +197,6 @@ class NullTransport(Transport):
             raise HandoverStale(f"the export is of {job} with {exported} tokens, not {key} with {tokens}")
         failpoints.hit("copy.after")
 
-    def forget(self, owner: str) -> None: ...
-
-    def close(self) -> None: ...
-
 
 def null_backend(config: WorkerConfig) -> Backend:
     """Build the null model's backend. Decode workers of one host share one domain, as real ones do."""

@@ -42,11 +42,6 @@ class ShmExport(Transport):
         blocks, generations = self._kv.export(key)
         return self._pool.ref(blocks, generations, tokens).encode()
 
-    def fetch(self, kv: bytes, key: str, tokens: int) -> None:
-        raise HandoverBroken("a prefill worker takes nothing over")
-
-    def forget(self, owner: str) -> None: ...
-
     def close(self) -> None:
         self._pool.close()
 
@@ -58,9 +53,6 @@ class ShmImport(Transport):
         self.domain = domain_
         self._importer = importer
         self._kv = kv
-
-    def export(self, key: str, tokens: int) -> bytes:
-        raise HandoverBroken("a decode worker hands nothing over")
 
     def fetch(self, kv: bytes, key: str, tokens: int) -> None:
         try:
@@ -93,16 +85,6 @@ class NoTransport(Transport):
 
     def __init__(self) -> None:
         self.domain = domain()
-
-    def export(self, key: str, tokens: int) -> bytes:
-        raise HandoverBroken("a unified worker hands nothing over")
-
-    def fetch(self, kv: bytes, key: str, tokens: int) -> None:
-        raise HandoverBroken("a unified worker takes nothing over")
-
-    def forget(self, owner: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def real_backend(config: WorkerConfig, worker: str) -> Backend:
