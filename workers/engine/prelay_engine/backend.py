@@ -1,0 +1,162 @@
+"""How transformers' model classes reach our attention.
+
+Two implementations are registered. PROBE runs once at load, with plain attention: it sees what every layer asks for and
+refuses what `Batch.attend` would not honour. SERVE is the one that works on the KV store; it has no mask
+function, so the classes build no masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention import Batch
+from .errors import ModelError
+from .geometry import Geometry
+
+PROBE = "prelay_probe"
+SERVE = "prelay"
+
+#: Keyword arguments of attention functions that change the result and that we do not honour.
+_REFUSED = {
+    "softcap": "soft-capped attention scores",
+    "s_aux": "attention sinks",
+    "position_bias": "an attention bias",
+    "head_mask": "a head mask",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one attention layer asked for."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+@dataclass(slots=True)
+class Probe:
+    """What the layers and the mask functions of one forward asked for."""
+
+    layers: dict[int, Layer] = field(default_factory=dict)
+    masks: list[Callable[..., Any]] = field(default_factory=list)
+
+    def geometry(self, layers: int, dtype: torch.dtype) -> Geometry:
+        """The KV geometry, if all `layers` came by and agree; else ModelError."""
+        missing = layers - len(self.layers)
+        if missing or set(self.layers) != set(range(layers)):
+            raise ModelError(
+                f"{missing} of {layers} layers do not use attention that can be paged (hybrid and recurrent "
+                "models, latent attention, and layers that share another's keys are not supported)"
+            )
+        shapes = {(layer.kv_heads, layer.head_dim) for layer in self.layers.values()}
+        if len(shapes) > 1:
+            raise ModelError(f"layers with different key shapes are not supported: {sorted(shapes)}")
+        (kv_heads, head_dim), *_ = shapes
+        return Geometry(layers, kv_heads, head_dim, dtype)
+
+    def check_masks(self, context_len: int) -> None:
+        """Refuse masks other than causal ones, with or without one of the layers' sliding windows."""
+        windows = {layer.window for layer in self.layers.values()}
+        for mask in self.masks:
+            if not any(_is_window(mask, window, context_len) for window in windows):
+                raise ModelError("the model masks attention in a way that is neither causal nor a sliding window")
+
+
+def _is_window(mask: Callable[..., Any], window: int | None, context_len: int) -> bool:
+    zero, keys = torch.tensor(0), torch.arange(context_len)
+    for position in {context_len - 1, context_len // 2 + 1, context_len // 3}:
+        try:
+            seen = mask(zero, zero, torch.tensor(position), keys)
+        except (RuntimeError, IndexError, TypeError):
+            return False
+        oldest = 0 if window is None else position - window + 1
+        if not torch.equal(seen.expand(context_len), (keys <= position) & (keys >= oldest)):
+            return False
+    return True
+
+
+def _probe_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    prelay: Probe | None = None,
+    **other: Any,
+) -> tuple[torch.Tensor, None]:
+    if prelay is None:
+        raise ModelError("the model does not hand our arguments through to its attention layers")
+    for name, what in _REFUSED.items():
+        if other.get(name) is not None:
+            raise ModelError(f"the model needs {what}, which is not supported")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ModelError("the model's attention is not causal")
+    if key.shape != value.shape:
+        raise ModelError("keys and values of different sizes (latent attention) are not supported")
+    if query.shape[2] != key.shape[2] or query.shape[3] != key.shape[3]:
+        raise ModelError("attention over other than the layer's own keys is not supported")
+    prelay.layers[module.layer_idx] = Layer(query.shape[1], key.shape[1], key.shape[3], sliding_window)  # type: ignore[index]
+    groups = query.shape[1] // key.shape[1]
+    keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+def _serve_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    prelay: Batch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **other: Any,
+) -> tuple[torch.Tensor, None]:
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return prelay.attend(layer, query, key, value, scale, sliding_window), None
+
+
+class _MaskSink:
+    """The mask function of PROBE: notes what is asked for and builds nothing."""
+
+    def __init__(self) -> None:
+        self.probe: Probe | None = None
+
+    def __call__(self, *, mask_function: Callable[..., Any], **_: Any) -> None:
+        if self.probe is not None:
+            self.probe.masks.append(mask_function)
+
+
+_MASK_SINK = _MaskSink()
+
+
+def register() -> None:
+    """Make both known to transformers; harmless to repeat."""
+    AttentionInterface.register(PROBE, _probe_attention)
+    AttentionMaskInterface.register(PROBE, _MASK_SINK)
+    AttentionInterface.register(SERVE, _serve_attention)
+
+
+def run_probe(net: torch.nn.Module) -> Probe:
+    """One forward over a few tokens; `net` must have been loaded with attn_implementation=PROBE."""
+    probe = _MASK_SINK.probe = Probe()
+    try:
+        with torch.inference_mode():
+            ids = torch.arange(5).unsqueeze(0)
+            net(input_ids=ids, position_ids=ids, use_cache=False, prelay=probe)
+    finally:
+        _MASK_SINK.probe = None
+    return probe

@@ -1,0 +1,268 @@
+"""The engine: sequences come in, `step()` computes one batch over all of them, tokens come out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from enum import StrEnum
+
+from prelay_queue.job import FinishReason
+
+from .attention import Span
+from .blocks import BlockState, BlockStats
+from .config import EngineConfig
+from .errors import ConfigError, EngineError, NoRoom, UnknownSequence
+from .kv import KvStore
+from .model import Model
+from .sampler import NO_TOKEN, Draw, sample
+from .scheduler import Plan, Row, schedule
+from .sequence import NewToken, Sequence, Step
+
+
+class Phase(StrEnum):
+    PREFILL = "prefill"  # its known tokens are being computed
+    DECODE = "decode"  # all but the last token are computed; each step feeds that one
+    COPYING = "copying"  # its keys are being copied in
+    HELD = "held"  # prefilled here, waiting to be copied away
+    DROPPED = "dropped"  # forgotten, but a copy may still write into its blocks
+
+
+@dataclass(slots=True)
+class _Entry:
+    sequence: Sequence
+    phase: Phase
+    computed: int  # positions whose keys and values stand in the store
+
+
+class Engine:
+    """Prefill, decode or both over one KV store. All methods are for one thread.
+
+    A sequence comes in by `add`, to be prefilled here, or by `receive` and `join`, with keys that somebody else
+    computed. It leaves when it finishes, is evicted, dropped, or (hand_over) released; then everything it held
+    is free again.
+    """
+
+    def __init__(self, model: Model, kv: KvStore, config: EngineConfig) -> None:
+        if kv.block_size != config.block_size:
+            raise ConfigError("block_size", f"the KV store's {kv.block_size}", config.block_size)
+        self._model = model
+        self._kv = kv
+        self._config = config
+        self._entries: dict[str, _Entry] = {}
+
+    # Admission
+
+    def fits(self, total_tokens: int) -> bool:
+        """Whether a sequence of so many tokens, prompt and answer, could ever be held, alone."""
+        return total_tokens <= self._model.context_len and self._kv.blocks_for(total_tokens) <= self._kv.pool.size
+
+    def room(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens should be admitted now.
+
+        One block for each evictable running sequence is left free for it to grow into, so that an admission
+        does not evict somebody at once.
+        """
+        growing = sum(not entry.sequence.reserved for entry in self._in_phase(Phase.PREFILL, Phase.DECODE))
+        return self._slot_free() and self._kv.blocks_for(tokens) + growing <= self._kv.pool.free
+
+    def add(self, sequence: Sequence) -> None:
+        """Prefill prompt + ids here, then decode or hold. Takes all blocks for that now, or raises NoRoom."""
+        self._admit(sequence, Phase.PREFILL, computed=0)
+
+    def receive(self, sequence: Sequence) -> None:
+        """Make place for keys that are to be copied in: those of all tokens but the last.
+
+        The blocks are COPYING until `join`, or after a `drop` until `copied`. Raises NoRoom.
+        """
+        if not sequence.ids:
+            raise EngineError(f"{sequence.key} has no token to feed: a received sequence has at least one id")
+        self._admit(sequence, Phase.COPYING, computed=sequence.tokens - 1)
+
+    def _admit(self, sequence: Sequence, phase: Phase, computed: int) -> None:
+        if sequence.key in self._entries:
+            raise EngineError(f"{sequence.key} is already here")
+        if not sequence.prompt_ids or len(sequence.ids) >= sequence.sampling.max_tokens:
+            raise EngineError(f"{sequence.key} has an empty prompt or nothing left to generate")
+        if sequence.tokens >= self._model.context_len:
+            raise EngineError(
+                f"{sequence.key} has {sequence.tokens} tokens, the context holds {self._model.context_len}"
+            )
+        if not self._slot_free():
+            raise NoRoom(f"max_running: all {self._config.max_running} slots are taken")
+        limit = min(sequence.total, self._model.context_len)
+        state = BlockState.COPYING if phase is Phase.COPYING else BlockState.IN_USE
+        self._kv.open(sequence.key, limit if sequence.reserved else sequence.tokens, limit, state)
+        self._entries[sequence.key] = _Entry(sequence, phase, computed)
+
+    def _slot_free(self) -> bool:
+        return self.running + self.waiting < self._config.max_running
+
+    # The life of a sequence
+
+    def join(self, key: str) -> None:
+        """The copy of a received sequence has ended: it decodes from the next step on, feeding its last id."""
+        entry = self._entry(key, Phase.COPYING)
+        self._kv.pool.move(key, BlockState.IN_USE)
+        entry.phase = Phase.DECODE
+
+    def drop(self, key: str) -> bool:
+        """Forget a sequence and free its blocks; whether it was here.
+
+        While it is being copied in, the blocks stay COPYING until `copied`.
+        """
+        entry = self._entries.get(key)
+        if entry is None or entry.phase is Phase.DROPPED:
+            return False
+        if entry.phase is Phase.COPYING:
+            entry.phase = Phase.DROPPED
+        else:
+            self._forget(key)
+        return True
+
+    def copied(self, key: str) -> None:
+        """The copying thread has let go of `key`. Frees the blocks if it was dropped; else nothing happens."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.phase is Phase.DROPPED:
+            self._kv.pool.move(key, BlockState.IN_USE)
+            self._forget(key)
+
+    def release(self, key: str) -> None:
+        """Give the blocks of a held sequence back. Raises UnknownSequence for any other."""
+        self._entry(key, Phase.HELD)
+        self._forget(key)
+
+    def _entry(self, key: str, phase: Phase) -> _Entry:
+        entry = self._entries.get(key)
+        if entry is None or entry.phase is not phase:
+            raise UnknownSequence(f"{key} is {entry.phase if entry else 'not here'}, not {phase}")
+        return entry
+
+    def _forget(self, key: str) -> None:
+        self._kv.close(key)
+        del self._entries[key]
+
+    # One step
+
+    def step(self) -> Step:
+        """1. Decide. 2. Evict. 3. Let decoding rows take their blocks. 4. Compute one batch: decoding rows, then
+        chunks of prompts. 5. Sample for rows that end a sequence's known tokens. 6. Finish or hold. Returns at
+        once when nothing runs."""
+        if not self.has_work:
+            return Step()
+        plan = schedule(self._rows(), self._kv.pool.free, self._config.prefill_chunk)  # 1
+        for key in plan.evicted:  # 2
+            self._forget(key)
+        for key in plan.decode:  # 3
+            self._kv.grow(key, self._entries[key].sequence.tokens)
+        spans = self._spans(plan)
+        if not spans:
+            return Step(evicted=plan.evicted)
+        ending, tokens = self._compute(spans)  # 4, 5
+        new = tuple(self._apply(entry, token) for entry, token in zip(ending, tokens, strict=True))  # 6
+        held = tuple(entry.sequence.key for entry in ending if entry.phase is Phase.HELD)
+        return Step(new, plan.evicted, held)
+
+    def _rows(self) -> list[Row]:
+        return [self._row(entry) for entry in self._in_phase(Phase.PREFILL, Phase.DECODE)]
+
+    def _row(self, entry: _Entry) -> Row:
+        sequence, prefill = entry.sequence, entry.phase is Phase.PREFILL
+        holds = self._kv.pool.count(sequence.key)
+        return Row(
+            key=sequence.key,
+            priority=sequence.priority,
+            arrival_ms=sequence.arrival_ms,
+            reserved=sequence.reserved,
+            todo=sequence.tokens - entry.computed if prefill else 0,
+            needs=0 if prefill else max(0, self._kv.blocks_for(sequence.tokens) - holds),
+            holds=holds,
+        )
+
+    def _spans(self, plan: Plan) -> list[Span]:
+        """Of one row first, as `Model.forward` wants them."""
+        spans = [Span(key, self._entries[key].computed, 1) for key in plan.decode]
+        spans += [Span(chunk.key, self._entries[chunk.key].computed, chunk.tokens) for chunk in plan.chunks]
+        return sorted(spans, key=lambda span: span.length > 1)
+
+    def _compute(self, spans: Rows[Span]) -> tuple[list[_Entry], list[int]]:
+        """The sequences whose last known token was computed, and a token for each."""
+        ids: list[int] = []
+        ending, wanted = [], []
+        for span in spans:
+            entry = self._entries[span.key]
+            ids += _tokens(entry.sequence, span.start, span.length)
+            entry.computed += span.length
+            if entry.computed == entry.sequence.tokens:
+                ending.append(entry)
+                wanted.append(len(ids) - 1)
+        logits = self._model.forward(self._kv, spans, ids, wanted)
+        draws = [Draw(entry.sequence.sampling, len(entry.sequence.ids)) for entry in ending]
+        return ending, sample(logits, draws)
+
+    def _apply(self, entry: _Entry, token: int) -> NewToken:
+        sequence = entry.sequence
+        sequence.ids.append(token)
+        finish = self._finish(sequence, token)
+        if finish is not None:
+            self._forget(sequence.key)
+        elif sequence.hand_over:
+            entry.phase = Phase.HELD
+            self._kv.pool.move(sequence.key, BlockState.HELD)
+        else:
+            entry.phase = Phase.DECODE
+        return NewToken(sequence.key, len(sequence.ids) - 1, token, finish)
+
+    def _finish(self, sequence: Sequence, token: int) -> FinishReason | None:
+        sampling = sequence.sampling
+        if token == NO_TOKEN:
+            return FinishReason.ERROR
+        if token in sampling.stop_token_ids or (token in self._model.eos_ids and not sampling.ignore_eos):
+            return FinishReason.STOP
+        if len(sequence.ids) >= sampling.max_tokens or sequence.tokens >= self._model.context_len:
+            return FinishReason.LENGTH
+        return None
+
+    # What it holds
+
+    @property
+    def running(self) -> int:
+        """Sequences being prefilled or decoded."""
+        return len(self._in_phase(Phase.PREFILL, Phase.DECODE))
+
+    @property
+    def waiting(self) -> int:
+        """Sequences being copied in, also those dropped meanwhile."""
+        return len(self._in_phase(Phase.COPYING, Phase.DROPPED))
+
+    @property
+    def held(self) -> int:
+        """Prefilled sequences that wait to be copied away; they take blocks but no slot."""
+        return len(self._in_phase(Phase.HELD))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would compute something."""
+        return self.running > 0
+
+    def stats(self) -> BlockStats:
+        return self._kv.pool.stats(self._entries)
+
+    def _in_phase(self, *phases: Phase) -> list[_Entry]:
+        return [entry for entry in self._entries.values() if entry.phase in phases]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{key}: {entry.phase} {entry.computed}/{entry.sequence.tokens}" for key, entry in self._entries.items()
+        )
+        return f"<Engine {self._kv.pool.free}/{self._kv.pool.size} blocks free; {shown or 'empty'}>"
+
+
+def _tokens(sequence: Sequence, start: int, count: int) -> list[int]:
+    """Tokens [start, start + count) of prompt and answer."""
+    prompt = len(sequence.prompt_ids)
+    if start >= prompt:
+        return sequence.ids[start - prompt : start - prompt + count]
+    return [*sequence.prompt_ids[start : start + count], *sequence.ids[: max(0, start + count - prompt)]]
+
+
+__all__ = ["Engine", "NewToken", "Phase", "Sequence", "Step"]

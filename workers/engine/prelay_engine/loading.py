@@ -1,0 +1,143 @@
+"""From a folder or a .gguf file to a Model that is checked, speeded up and self-tested."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from . import backend, numerics
+from .config import EngineConfig
+from .errors import ConfigError, ModelError
+from .linear import replace_linears
+from .model import Model, is_gguf, rope_types
+from .rowwise import replace_rowwise
+from .selftest import run_selftest
+
+
+def load(config: EngineConfig) -> Model:
+    """1. Read the configuration and refuse what is known not to work. 2. Load the weights, all of them.
+    3. Pin RoPE. 4. Run a probe and refuse what its layers ask for beyond our attention.
+    5. Replace linears, norms and activations. 6. Self-test."""
+    torch.set_num_threads(config.threads)
+    path = config.model.expanduser()
+    _check_files(path)
+    try:
+        net = _load_net(path, _dtype(config))  # 1, 2
+        context_len = _context_len(net, config)
+        _pin_rope(net, context_len)  # 3
+        probe = backend.run_probe(net)  # 4
+        probe.check_masks(context_len)
+        geometry = probe.geometry(_text_config(net).num_hidden_layers, net.dtype)
+        net.set_attn_implementation(backend.SERVE)
+        with torch.inference_mode(mode=False), torch.no_grad():  # 5
+            replace_linears(net)
+            replace_rowwise(net)
+    except (ModelError, ConfigError):
+        raise
+    except Exception as error:
+        raise ModelError(f"cannot load {path}: {_first_line(error)}") from error
+    gc.collect()
+    model = Model(net, geometry, probe.layers[0].heads, context_len, config.threads)
+    result = run_selftest(model)  # 6
+    model.exact, model.exactness = result.exact, result.text
+    return model
+
+
+def _check_files(path: Path) -> None:
+    if not path.exists():
+        raise ModelError(f"there is no model at {path}")
+    if path.is_file() and not is_gguf(path):
+        raise ModelError(f"{path} is neither a model folder nor a .gguf file")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelError(f"{path} holds no config.json, so it is not a model folder")
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if numerics.native_bfloat16_matmul() else torch.float32
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def _load_net(path: Path, dtype: torch.dtype) -> Any:
+    backend.register()
+    transformers.utils.logging.disable_progress_bar()
+    where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    folder = path
+    if is_gguf(path):
+        folder = path.parent
+        where |= {"gguf_file": path.name} | _dequantise()
+    else:
+        _refuse_by_config(AutoConfig.from_pretrained(folder, **where))
+    net, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=backend.PROBE, output_loading_info=True, **where
+    )
+    _refuse_by_config(net.config, converted=is_gguf(path))
+    _check_weights(net, info)
+    return net.eval()
+
+
+def _dequantise() -> dict[str, Any]:
+    """Ask for plain weights where this version of transformers could also keep them packed."""
+    packed = getattr(transformers, "GgufConfig", None)
+    return {} if packed is None else {"quantization_config": packed(dequantize=True)}
+
+
+def _refuse_by_config(config: Any, converted: bool = False) -> None:
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise ModelError(f"{config.model_type} is an encoder-decoder model; only decoder-only models are served")
+    if getattr(config, "quantization_config", None) is not None and not converted:
+        raise ModelError("quantised checkpoints are not supported; use an unquantised one or a .gguf file")
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ModelError(f"{config.model_type} shares keys between layers, which is not supported")
+
+
+def _check_weights(net: Any, info: dict[str, Any]) -> None:
+    """transformers fills what a checkpoint lacks with random numbers and only warns."""
+    missing = sorted(set(info["missing_keys"]) - set(getattr(net, "all_tied_weights_keys", ())))
+    wrong = [str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"]]
+    if missing or wrong:
+        names = [*missing, *wrong]
+        raise ModelError(f"the checkpoint lacks {len(names)} weights, first {names[0]}")
+
+
+def _text_config(net: Any) -> Any:
+    return net.config.get_text_config(decoder=True)
+
+
+def _context_len(net: Any, config: EngineConfig) -> int:
+    own = getattr(_text_config(net), "max_position_embeddings", None)
+    if own is None:
+        if config.max_model_len is None:
+            raise ModelError("the model names no context length; set max_model_len")
+        return config.max_model_len
+    if config.max_model_len is not None and config.max_model_len > own:
+        raise ConfigError("max_model_len", f"at most the model's {own}", config.max_model_len)
+    return int(config.max_model_len or own)
+
+
+def _pin_rope(net: Any, context_len: int) -> None:
+    """Fix RoPE variants that follow the longest position of a batch at what they are for `context_len`.
+
+    Left alone they would make a row depend on its neighbours, and prefill and decode disagree.
+    """
+    config = _text_config(net).to_dict()
+    following = {name for name in rope_types(config) if "dynamic" in name or name == "longrope"}
+    if not following:
+        return
+    ropes = [module for module in net.modules() if hasattr(module, "rope_type") and hasattr(module, "inv_freq")]
+    if not ropes or any(not isinstance(rope.rope_type, str) for rope in ropes):
+        raise ModelError(f"RoPE of type {', '.join(sorted(following))} cannot be pinned in this model")
+    for rope in ropes:
+        rope(torch.zeros(1, dtype=net.dtype), position_ids=torch.tensor([[context_len - 1]]))
+        rope.rope_type = "default"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,0 +1,135 @@
+"""Does a row's result depend on its neighbours here? Asked of every kind of kernel at load, in a fraction of a second.
+
+Exactness is a property of an instruction set, a library version and a thread count, not of this code alone. Where
+the test fails the engine still serves, and says that a restart may change a continuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .attention import Span
+from .blocks import BlockPool
+from .config import POSITION_BLOCK
+from .contiguous import ContiguousKv
+from .linear import FusedPart, PackedLinear
+from .rowwise import Activation, RMSNorm
+
+if TYPE_CHECKING:
+    from .model import Model
+
+Kernel = Callable[[torch.Tensor], torch.Tensor]
+
+#: Row counts at which kernels change their ways: one row, remainders, more rows than a tile.
+_COUNTS = (1, 2, 3, 7, 17)
+_ROWS = 33
+#: Positions where attention is tried: within the first block, at an edge, past the kernel's split of 512 keys.
+_STARTS = (3, POSITION_BLOCK - 1, 9 * POSITION_BLOCK + 5)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """`text` is one line: what was tried and, if `exact` is false, what differed."""
+
+    exact: bool
+    text: str
+
+
+@torch.inference_mode()
+def run_selftest(model: Model) -> SelfTest:
+    generator = torch.Generator().manual_seed(1)
+    tried, differing = 0, []
+    for name, differs in _checks(model, generator):
+        tried += 1
+        if differs:
+            differing.append(name)
+    if differing:
+        return SelfTest(False, f"rows depend on their neighbours here: {', '.join(differing)}")
+    return SelfTest(True, f"rows do not depend on their neighbours ({tried} kernels tried)")
+
+
+def _checks(model: Model, generator: torch.Generator) -> Iterator[tuple[str, bool]]:
+    dtype = model.geometry.dtype
+    for name, width, kernel in _row_kernels(model.net):
+        yield name, _rows_differ(kernel, torch.randn(1, _ROWS, width, generator=generator).to(dtype))
+    for start in _STARTS:
+        yield f"attention at {start}", _attention_differs(model, start, generator)
+    yield "the whole model", _model_differs(model)
+
+
+def _row_kernels(net: torch.nn.Module) -> Iterator[tuple[str, int, Kernel]]:
+    """One kernel of each kind and size."""
+    seen = set()
+    for module in net.modules():
+        if isinstance(module, PackedLinear | FusedPart):
+            kernel = module.forward if isinstance(module, PackedLinear) else module.group.whole
+            name, width = f"linear {module.in_features}→{module.out_features}", module.in_features
+        elif isinstance(module, RMSNorm):
+            kernel, name, width = module.forward, f"norm {module.width}", module.width
+        elif isinstance(module, Activation):
+            kernel, name, width = module.forward, "activation", 1000
+        else:
+            continue
+        if name not in seen:
+            seen.add(name)
+            yield name, width, kernel
+
+
+def _rows_differ(kernel: Kernel, x: torch.Tensor) -> bool:
+    whole = kernel(x)
+    for count in _COUNTS:
+        start = _ROWS - count - 1
+        if not torch.equal(kernel(x[:, start : start + count]), whole[:, start : start + count]):
+            return True
+    return False
+
+
+def _attention_differs(model: Model, start: int, generator: torch.Generator) -> bool:
+    """Rows from `start` computed in one chunk, in two, and one by one beside another sequence."""
+    geometry, count = model.geometry, 24
+    shape = (1, model.heads, start + count, geometry.head_dim)
+    query = torch.randn(shape, generator=generator).to(geometry.dtype)
+    keys, values = (
+        torch.randn(1, geometry.kv_heads, *shape[2:], generator=generator).to(geometry.dtype) for _ in range(2)
+    )
+
+    def run(*cuts: int) -> torch.Tensor:
+        store = ContiguousKv(geometry, BlockPool(256), POSITION_BLOCK)
+        store.open("a", start + count, start + count)
+        store.open("b", 1, 1)
+        outs, begin = [], 0
+        for cut in (*cuts, start + count):
+            spans = [Span("b", 0, 1), Span("a", begin, cut - begin)]
+            rows = torch.cat((torch.zeros(1, dtype=torch.long), torch.arange(begin, cut)))
+            batch = model.batch(store, spans)
+            out = batch.attend(
+                0, query[:, :, rows], keys[:, :, rows], values[:, :, rows], geometry.head_dim**-0.5, None
+            )
+            outs.append(out[:, 1:])
+            begin = cut
+        return torch.cat(outs, dim=1)
+
+    whole = run(start)
+    parts = run(start, start + 9)
+    single = run(*range(start, start + count))
+    return not (torch.equal(whole, parts) and torch.equal(whole[:, start:], single[:, start:]))
+
+
+def _model_differs(model: Model) -> bool:
+    """The last logits of a short text, computed in one chunk and in two of other sizes."""
+    ids = [(7 * i + 3) % model.vocab_size for i in range(6)]
+
+    def run(*cuts: int) -> torch.Tensor:
+        store = ContiguousKv(model.geometry, BlockPool(1), POSITION_BLOCK)
+        store.open("a", len(ids), len(ids))
+        begin, logits = 0, torch.empty(0)
+        for cut in (*cuts, len(ids)):
+            logits = model.forward(store, [Span("a", begin, cut - begin)], ids[begin:cut], [cut - begin - 1])
+            begin = cut
+        return logits
+
+    return not torch.equal(run(), run(3, 5))
