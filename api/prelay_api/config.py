@@ -20,3 +20,5 @@ class ApiConfig:
     keep: str = "delivered"
     shutdown_grace_s: int = 10
     max_body_bytes: int = 8 * 1024 * 1024
+    #: Silence on a stream after which a comment is sent, seconds.
+    keep_alive_s: float = 10.0

@@ -24,14 +24,11 @@ from .session import Session
 
 log = logging.getLogger("prelay.sse")
 
-#: Silence after which a comment is sent, seconds.
-KEEP_ALIVE_S = 10.0
-
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-async def frames(session: Session, keep_alive_s: float = KEEP_ALIVE_S) -> AsyncGenerator[bytes, None]:
-    """Yield the frames of a stream, each when the one before was taken, up to [DONE].
+async def frames(session: Session, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
+    """Yield the frames of a stream, each when the one before was taken, up to [DONE]; comments into silence.
 
     Tokens go into the assembler only here, so what waits while a client does not read counts as undelivered.
     """
@@ -77,7 +74,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, session: Session, headers: dict[str, str], keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(self, session: Session, headers: dict[str, str], keep_alive_s: float) -> None:
         super().__init__(headers={**_HEADERS, **headers})
         del self.headers["content-length"]  # of the empty body that Response assumes
         self._session = session

@@ -92,6 +92,6 @@ async def _answer(service: Service, session: Session, request: Request, *, strea
     if service.closing:  # it began between our look and the submit
         session.abort(CLOSING)
     if stream:
-        return EventStream(session, headers)
+        return EventStream(session, headers, service.config.keep_alive_s)
     body = await collect(session, request.receive)
     return failed(body, headers) if isinstance(body, Failure) else json_reply(body, headers=headers)

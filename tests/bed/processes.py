@@ -1,0 +1,187 @@
+"""API and null worker processes of the tests' own, started from a configuration as the product starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+from prelay_api.config import ApiConfig
+from prelay_queue.settings import QueueSettings, QueueTimes
+from prelay_worker.config import NullModel, Role, WorkerConfig
+
+ROOT = Path(__file__).parents[2]
+
+#: The null model of most tests: it never ends by itself, and makes a token in a millisecond.
+NULL = NullModel()
+
+
+class Process:
+    """A child with its output in a file. `stop` waits for its end, and says so when it does not end well."""
+
+    def __init__(self, kind: str, config: ApiConfig | WorkerConfig, faults: str = "") -> None:
+        self.kind = kind
+        self._log = tempfile.NamedTemporaryFile(prefix=f"bed-{kind}-", suffix=".log")  # noqa: SIM115 - lives as long
+        payload = orjson.dumps(asdict(config), default=str).decode()
+        environment = {**os.environ, "PRELAY_FAULTS": faults, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.bed.processes", kind, payload],
+            cwd=ROOT, env=environment, stdout=self._log, stderr=self._log,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"Process({self.kind}, pid={self.pid}, code={self._process.poll()})"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        return self._process.poll()
+
+    @property
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float = 15) -> int:
+        return self._process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL, also for one that is stopped."""
+        if self.code is None:
+            self.send(signal.SIGKILL)
+        self._process.wait(10)
+
+    def stop(self, timeout_s: float = 15) -> int:
+        """SIGTERM and wait for the exit code. One that stays is killed, and 137 is returned."""
+        if self.code is None:
+            self.send(signal.SIGCONT)
+            self.send(signal.SIGTERM)
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return 137
+
+    def wait_for(self, pattern: str, timeout_s: float = 20) -> re.Match[str]:
+        """Wait until the output has a match of `pattern`."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := re.search(pattern, self.log)):
+            if self.code is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{self!r} never said {pattern!r}:\n{self.log}")
+            time.sleep(0.02)
+        return found
+
+
+class Api(Process):
+    """An API process that serves; `url` is where."""
+
+    def __init__(self, config: ApiConfig, faults: str = "") -> None:
+        super().__init__("api", config, faults)
+        self.url = self.wait_for(r"serving \S+ on (http://\S+)")[1]
+        self.wait_for("listening as")
+
+
+class Fleet:
+    """The processes of one test; `close` ends all that are left."""
+
+    def __init__(self, queue: QueueSettings, model: Path) -> None:
+        self.queue = queue
+        self.model = model
+        self.processes: list[Process] = []
+
+    def api(self, faults: str = "", **changes: Any) -> Api:
+        config = ApiConfig(self.queue, self.model, "null", port=0)
+        api = Api(replace(config, **changes), faults)
+        self.processes.append(api)
+        return api
+
+    def worker(self, role: Role, faults: str = "", null: NullModel = NULL, blocks: int = 4096, **changes: Any) -> Process:
+        config = WorkerConfig(role, self.queue, self.model, kv_blocks=blocks, null=null)
+        process = Process(role, replace(config, **changes), faults)
+        self.processes.append(process)
+        process.wait_for("is ready")
+        return process
+
+    def close(self) -> None:
+        """End all: the API first, as the supervisor does."""
+        for process in self.processes:
+            process.stop()
+
+
+@contextlib.contextmanager
+def fleet(queue: QueueSettings, model: Path) -> Iterator[Fleet]:
+    """A fleet that is ended in any case."""
+    found = Fleet(queue, model)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def until(what: Callable[[], Any], timeout_s: float = 15, every_s: float = 0.02) -> Any:
+    """Wait until `what` returns something true, and return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := what()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"never became true: {what} (last: {found!r})")
+        time.sleep(every_s)
+    return found
+
+
+def until_ready(url: str, timeout_s: float = 20) -> None:
+    """Wait until the API says that a request would be served."""
+    until(lambda: httpx.get(f"{url}/health/ready").status_code == 200, timeout_s)
+
+
+def fast_times(**changes: int) -> QueueTimes:
+    """Times of the protocol for tests that wait for a lease to end: a second where the product waits ten."""
+    times = QueueTimes(lease_ms=1_500, renew_ms=400, heartbeat_ms=300, pending_idle_ms=1_000, preempt_grace_ms=800)
+    return replace(times, sweep_ms=300, queued_check_ms=1_000, **changes)
+
+
+def new_fleet_name() -> str:
+    return secrets.token_hex(6)
+
+
+def _queue(data: dict[str, Any]) -> QueueSettings:
+    return QueueSettings(**{**data, "times": QueueTimes(**data["times"])})
+
+
+def _main(kind: str, payload: str) -> int:
+    data = orjson.loads(payload)
+    data.update(queue=_queue(data["queue"]), model=Path(data["model"]))
+    if kind == "api":
+        from prelay_api.main import run
+
+        return run(ApiConfig(**data))
+    null = data["null"]
+    data.update(role=Role(kind), null=NullModel(**{**null, "eos_ids": tuple(null["eos_ids"])}))
+    config = WorkerConfig(**data)
+    if kind == "prefill":
+        from prelay_prefill.main import run as run_worker
+    elif kind == "decode":
+        from prelay_decode.main import run as run_worker
+    else:
+        from prelay_unified.main import run as run_worker
+    return run_worker(config)
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))
