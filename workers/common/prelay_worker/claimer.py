@@ -143,11 +143,10 @@ class Claimer:
             self._recover_own = True
             raise
         claim = answer.claim
+        if answer.code == "newer":
+            log.warning("job %s speaks a newer protocol than this worker's %d: left alone", job, PROTOCOL_VERSION)
+            self._stopping.wait(0.2)  # a newer worker takes it meanwhile
         if claim is None:
-            return
-        if answer.protocol > PROTOCOL_VERSION:
-            # A newer fleet's job: leave it to a newer worker. Its lease ends and it is offered again.
-            log.warning("job %s speaks protocol %d, this worker %d", job, answer.protocol, PROTOCOL_VERSION)
             return
         self._leases.hold(claim.id, claim.epoch)
         tokens = len(claim.spec.prompt_ids) + len(claim.ids)

@@ -26,7 +26,7 @@ import orjson
 from prelay_engine.sequence import NewToken, Sequence, Step
 from prelay_queue import trace
 from prelay_queue.client import SyncQueue
-from prelay_queue.job import Claim, Priority
+from prelay_queue.job import Claim, FinishReason, Priority
 
 from .admission import Admission
 from .backend import Backend
@@ -249,6 +249,10 @@ class Worker(ABC):
             if new.key in held and new.finish is None:
                 self.on_held(new.key, new)
                 continue
+            if new.finish is FinishReason.ERROR:
+                self._forget(attempt)
+                self._fail(attempt.claim, "the model computed no finite logits", "model_error", 500, new.seq)
+                continue
             writes.append(Tokens(attempt.claim.id, attempt.claim.epoch, new.seq, (new.token,), new.finish))
             if new.finish is not None:
                 self._forget(attempt)
@@ -262,7 +266,8 @@ class Worker(ABC):
     def _publish(self) -> None:
         self.leases.stamp()
         stats = self.engine.stats()
-        slots = max(0, self.config.max_running - len(self.attempts))
+        # A held sequence, waiting to be copied away, takes blocks but no slot.
+        slots = max(0, self.config.max_running - self.engine.running - self.engine.waiting)
         alone = any(a.claim.alone for a in self.attempts.values())
         self._admission.publish(stats.free, slots, closed=bool(self._heads) or self._draining or alone)
         self.leases.publish(
@@ -348,10 +353,13 @@ class Worker(ABC):
         self.attempts.pop(attempt.key, None)
         self.leases.drop(attempt.claim.id, attempt.claim.epoch)
 
-    def _fail(self, claim: Claim, message: str, code: str, status: int) -> None:
-        body = {"message": message, "type": "invalid_request_error", "code": code, "param": None, "status": status}
+    def _fail(self, claim: Claim, message: str, code: str, status: int, seq: int | None = None) -> None:
+        """End the job with an error; `seq` is how many tokens stand, if more than at the claim."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        body = {"message": message, "type": kind, "code": code, "param": None, "status": status}
         self.leases.drop(claim.id, claim.epoch)
-        self._put([Fail(claim.id, claim.epoch, len(claim.ids), orjson.dumps(body).decode())])
+        standing = len(claim.ids) if seq is None else seq
+        self._put([Fail(claim.id, claim.epoch, standing, orjson.dumps(body).decode())])
 
     def _put(self, writes: Iterable[Write]) -> None:
         self.writer.put(writes, self.leases.stamp)
