@@ -19,6 +19,11 @@ class EngineLike(Protocol):
     """The engine, used by the model loop only, except `Transport` copies that touch one sequence's own memory."""
 
     @property
+    def computed_tokens(self) -> int:
+        """Positions that went through the model, since the start."""
+        ...
+
+    @property
     def running(self) -> int: ...
     @property
     def waiting(self) -> int: ...

@@ -52,6 +52,7 @@ class NullEngine:
         self._max_running = max_running
         self._held: dict[str, _Running] = {}
         self._generation = 0
+        self.computed_tokens = 0
 
     def __repr__(self) -> str:
         return f"NullEngine({self.stats()}, {[(k, r.state) for k, r in self._held.items()]})"
@@ -125,7 +126,8 @@ class NullEngine:
 
     def step(self) -> Step:
         active = [r for r in self._held.values() if r.state in ("prefill", "decode")]
-        prefilled = sum(len(r.sequence.prompt_ids) + len(r.sequence.ids) for r in active if r.state == "prefill")
+        prefilled = self._prefilled(active)
+        self.computed_tokens += prefilled + sum(r.state == "decode" for r in active)
         time.sleep((self._model.step_ms + self._model.prefill_ms_per_token * prefilled) / 1000)
         evicted: list[str] = []
         tokens: list[NewToken] = []
@@ -136,6 +138,9 @@ class NullEngine:
             tokens.append(self._sample(running))
             self._settle(running, tokens[-1], held)
         return Step(tuple(t for t in tokens if t.key not in evicted), tuple(evicted), tuple(held))
+
+    def _prefilled(self, active: list[_Running]) -> int:
+        return sum(len(r.sequence.prompt_ids) + len(r.sequence.ids) for r in active if r.state == "prefill")
 
     def _grow(self, running: _Running, evicted: list[str]) -> bool:
         """Take one more block when this step needs it, evicting the latest of the lowest class. False: itself."""

@@ -287,6 +287,7 @@ class Worker(ABC):
                     "cached": stats.cached,
                     "orphaned": stats.orphaned,
                 },
+                "computed_tokens": self.engine.computed_tokens,
                 "block_size": self.backend.block_size,
                 "context_len": self.backend.context_len,
                 "model": self.backend.model,

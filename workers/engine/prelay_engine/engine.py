@@ -49,6 +49,8 @@ class Engine:
         self._kv = kv
         self._config = config
         self._entries: dict[str, _Entry] = {}
+        #: Positions that went through the model, since the start.
+        self.computed_tokens = 0
 
     # Admission
 
@@ -195,6 +197,7 @@ class Engine:
             if entry.computed == entry.sequence.tokens:
                 ending.append(entry)
                 wanted.append(len(ids) - 1)
+        self.computed_tokens += len(ids)
         logits = self._model.forward(self._kv, spans, ids, wanted)
         draws = [Draw(entry.sequence.sampling, len(entry.sequence.ids)) for entry in ending]
         return ending, sample(logits, draws)
