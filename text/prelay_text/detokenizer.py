@@ -70,8 +70,8 @@ class Detokenizer:
 
     @property
     def pending(self) -> str:
-        """Complete characters that are not settled, but would stand if the text ended here."""
-        if not self._run.text:
+        """What is not settled but would stand if the text ended here; none while a character is incomplete."""
+        if not self._run.text or self._run.incomplete:
             return ""
         text = self._decoding.settle(self._run.text, self._first)
         return text[_leading(text, self._decoding.strip, self._strip_left) :] if self._strip_left else text
@@ -118,6 +118,11 @@ class _ByteRun:
 
     def __bool__(self) -> bool:
         return self._count > 0 or self._broken
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the run ends inside a character."""
+        return bool(self._decoder.getstate()[0])
 
     def push(self, byte: int) -> str:
         """What the byte settles: nothing while the run may still be valid."""

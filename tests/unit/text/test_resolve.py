@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prelay_text.errors import RequestError
+from prelay_text.request import ChatRequest, CompletionRequest, Message
+from prelay_text.resolve import JobPart, Limits, choice_seed, resolve
+from prelay_text.tokenizer import Tokenizer
+
+LIMITS = Limits(context_len=64)
+
+
+def parts(tokenizer: Tokenizer, limits: Limits = LIMITS, spare_seed: int = 1, **values: Any) -> list[JobPart]:
+    return resolve(CompletionRequest(model="m", **values), tokenizer, limits, spare_seed=spare_seed)
+
+
+def test_each_choice_has_the_prompt_and_a_seed_of_its_own(byte_level: Tokenizer) -> None:
+    found = parts(byte_level, prompt=(5, 6), n=3, seed=9, max_tokens=4, temperature=0.5, top_k=3, stop=("x",))
+    assert [part.choice for part in found] == [0, 1, 2]
+    assert {part.prompt_ids for part in found} == {(5, 6)}
+    assert [part.sampling.seed for part in found] == [choice_seed(9, choice) for choice in range(3)]
+    assert len({part.sampling.seed for part in found}) == 3
+    sampling = found[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.stop) == (4, 0.5, 3, ("x",))
+
+
+def test_seeds_are_unsigned_64_bits_and_never_change_between_versions() -> None:
+    assert choice_seed(0, 0) == 11027925886793108079
+    assert choice_seed(-1, 5) == choice_seed(2**64 - 1, 5) == 10598650846949775078
+    assert all(0 <= choice_seed(seed, 0) < 2**64 for seed in (0, -(2**63), 2**64 - 1))
+
+
+def test_a_request_without_seed_uses_the_spare_one(byte_level: Tokenizer) -> None:
+    assert parts(byte_level, prompt=(5,), spare_seed=77) == parts(byte_level, prompt=(5,), seed=77)
+    assert parts(byte_level, prompt=(5,), seed=0, spare_seed=77) == parts(byte_level, prompt=(5,), seed=0)
+
+
+@pytest.mark.parametrize("ids", [(422,), (-1,), (2**40,), (5, 10**30)])
+def test_ids_outside_the_vocabulary_are_refused_with_the_limit(byte_level: Tokenizer, ids: tuple[int, ...]) -> None:
+    for name in ("prompt", "stop_token_ids"):
+        with pytest.raises(RequestError, match=r"token ids go from 0 to 421") as caught:
+            parts(byte_level, **{"prompt": (5,), name: ids})
+        assert (caught.value.param, caught.value.status) == (name, 400)
+        assert f"{name}[{len(ids) - 1}] is {ids[-1]}" in caught.value.message
+    assert parts(byte_level, prompt=(0, 421), stop_token_ids=(421,))
+
+
+def test_a_text_that_encodes_beyond_the_models_embedding_is_refused(model_folder: Callable[..., Path]) -> None:
+    tokenizer = Tokenizer.load(model_folder(config={"vocab_size": 421, "max_position_embeddings": 64}))
+    with pytest.raises(RequestError, match="token ids go from 0 to 420"):
+        parts(tokenizer, prompt="a Ġq")
+
+
+def test_an_empty_prompt_is_refused_unless_the_tokenizer_starts_it(
+    byte_level: Tokenizer, model_folder: Callable[..., Path]
+) -> None:
+    with pytest.raises(RequestError, match="prompt is empty") as caught:
+        parts(byte_level, prompt="")
+    assert caught.value.param == "prompt"
+    tokenizer = Tokenizer.load(model_folder(bos=True))
+    assert parts(tokenizer, prompt="")[0].prompt_ids == (tokenizer.token_id("<s>"),)
+
+
+@pytest.mark.parametrize("room", [-1, 0])
+@pytest.mark.parametrize("max_tokens", [None, 1, 10**9])
+def test_a_prompt_that_leaves_no_room_names_both_numbers(
+    byte_level: Tokenizer, room: int, max_tokens: int | None
+) -> None:
+    with pytest.raises(RequestError, match=f"{64 - room} tokens.*context of 64 tokens") as caught:
+        parts(byte_level, prompt=(5,) * (64 - room), max_tokens=max_tokens)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_max_tokens_is_clamped_when_absent_and_refused_when_it_cannot_fit(byte_level: Tokenizer) -> None:
+    assert parts(byte_level, prompt=(5,) * 63)[0].sampling.max_tokens == 1
+    assert parts(byte_level, prompt=(5,) * 63, max_tokens=1)[0].sampling.max_tokens == 1
+    assert parts(byte_level, prompt=(5,) * 10)[0].sampling.max_tokens == 54
+    for max_tokens in (2, 10**9):
+        with pytest.raises(RequestError, match=f"max_tokens is {max_tokens} and prompt has 63 tokens.*64") as caught:
+            parts(byte_level, prompt=(5,) * 63, max_tokens=max_tokens)
+        assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
+
+
+def test_the_smaller_of_context_and_pool_binds(byte_level: Tokenizer) -> None:
+    assert parts(byte_level, Limits(64, 32), prompt=(5,))[0].sampling.max_tokens == 31
+    assert parts(byte_level, Limits(64, 500), prompt=(5,))[0].sampling.max_tokens == 63
+    with pytest.raises(RequestError, match="the 32 tokens that the workers' memory holds"):
+        parts(byte_level, Limits(64, 32), prompt=(5,), max_tokens=32)
+    with pytest.raises(RequestError, match="no room"):
+        parts(byte_level, Limits(64, 32), prompt=(5,) * 32)
+
+
+def test_a_chat_is_rendered_and_gets_no_second_start_token(model_folder: Callable[..., Path]) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    folder = model_folder(bos=True, tokenizer_config={"bos_token": "<s>", "chat_template": template})
+    tokenizer = Tokenizer.load(folder)
+    request = ChatRequest(model="m", messages=(Message("user", "dog"),))
+    (part,) = resolve(request, tokenizer, LIMITS, spare_seed=1)
+    assert part.prompt_ids == (tokenizer.token_id("<s>"), *tokenizer.encode("dog"))
+
+
+def test_a_chat_that_cannot_be_rendered_or_is_empty_is_a_bad_request(
+    byte_level: Tokenizer, model_folder: Callable[..., Path]
+) -> None:
+    request = ChatRequest(model="m", messages=(Message("user", ""),))
+    with pytest.raises(RequestError, match="no chat template"):
+        resolve(request, byte_level, LIMITS, spare_seed=1)
+    template = "{{ messages[0].content }}"
+    tokenizer = Tokenizer.load(model_folder(tokenizer_config={"chat_template": template}))
+    with pytest.raises(RequestError, match="messages is empty"):
+        resolve(request, tokenizer, LIMITS, spare_seed=1)
+    long = ChatRequest(model="m", messages=(Message("user", "x y z " * 99),), max_tokens=1)
+    with pytest.raises(RequestError, match=r"messages has \d+ tokens"):
+        resolve(long, tokenizer, LIMITS, spare_seed=1)

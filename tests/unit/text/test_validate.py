@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import math
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from prelay_text.errors import RequestError
+from prelay_text.parameters import MAX_STOP_CHARS, PARAMETERS, Route, parameters_of
+from prelay_text.request import ChatRequest, CompletionRequest, Message
+from prelay_text.validate import chat_request, completion_request
+
+USER = {"role": "user", "content": "hi"}
+
+
+def completion(**values: Any) -> CompletionRequest:
+    return completion_request({"model": "m", "prompt": "p", **values})
+
+
+def chat(**values: Any) -> ChatRequest:
+    return chat_request({"model": "m", "messages": [USER], **values})
+
+
+def refusal(call: Any, **values: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        call(**values)
+    error = caught.value
+    assert (error.status, error.type) == (400, "invalid_request_error")
+    assert error.param
+    assert error.code
+    return error
+
+
+def test_the_smallest_requests_have_the_defaults() -> None:
+    assert completion() == CompletionRequest(model="m", prompt="p")
+    assert chat() == ChatRequest(model="m", messages=(Message("user", "hi"),))
+
+
+def test_everything_that_is_implemented_arrives() -> None:
+    request = completion(
+        prompt=[1, 2], max_tokens=7, n=3, temperature=0, top_p=0.5, top_k=4, seed=-5, stop=["a", "b", "a"],
+        stop_token_ids=[9], ignore_eos=True, stream=True, stream_options={"include_usage": True}, user="u",
+        metadata={"k": "v"},
+    )  # fmt: skip
+    assert request == CompletionRequest(
+        model="m", prompt=(1, 2), max_tokens=7, n=3, temperature=0.0, top_p=0.5, top_k=4, seed=-5, stop=("a", "b"),
+        stop_token_ids=(9,), ignore_eos=True, stream=True, include_usage=True, user="u", metadata={"k": "v"},
+    )  # fmt: skip
+
+
+def test_null_means_the_default() -> None:
+    nothing = {name: None for name, row in parameters_of(Route.COMPLETION).items() if not row.required}
+    assert completion(**nothing) == completion()
+    nothing = {name: None for name, row in parameters_of(Route.CHAT).items() if not row.required}
+    assert chat(**nothing) == chat()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("model", None, "model must be a string"),
+        ("model", "", "of 1 to 512 characters, not of 0"),
+        ("prompt", None, "a string or a list of token ids, not null"),
+        ("prompt", [], "non-empty list of token ids"),
+        ("prompt", [""], "list of prompts, which is not implemented"),
+        ("prompt", ["a", "b"], "list of prompts, which is not implemented"),
+        ("prompt", [[1], [2]], "list of prompts, which is not implemented"),
+        ("prompt", [1.5], "prompt[0] must be a token id (an integer), not float 1.5"),
+        ("prompt", [1, True], "prompt[1] must be a token id (an integer), not bool True"),
+        ("prompt", [1, "a"], "prompt[1]"),
+        ("prompt", {"a": 1}, "prompt must be"),
+        ("prompt", "a\ud800", "half of a surrogate pair at character 1"),
+        ("max_tokens", 0, "an integer of at least 1, not 0"),
+        ("max_tokens", -1, "an integer of at least 1, not -1"),
+        ("max_tokens", 1.0, "an integer of at least 1, not float 1.0"),
+        ("max_tokens", True, "not bool True"),
+        ("max_tokens", "5", "not str '5'"),
+        ("n", 0, "an integer from 1 to 16, not 0"),
+        ("n", 17, "an integer from 1 to 16, not 17"),
+        ("temperature", -0.1, "a number from 0 to 2, not -0.1"),
+        ("temperature", 2.1, "a number from 0 to 2, not 2.1"),
+        ("temperature", math.nan, "a number from 0 to 2, not nan"),
+        ("temperature", math.inf, "a number from 0 to 2, not inf"),
+        ("temperature", 10**400, "a number from 0 to 2"),
+        ("temperature", 10**9000, "a huge int"),
+        ("temperature", False, "not bool False"),
+        ("temperature", "1", "not str '1'"),
+        ("top_p", 0, "a number above 0 and at most 1, not 0"),
+        ("top_p", 1.01, "a number above 0 and at most 1, not 1.01"),
+        ("top_k", -2, "an integer from -1 to"),
+        ("seed", 2**64, "an integer from -9223372036854775808 to 18446744073709551615"),
+        ("seed", 1.5, "not float 1.5"),
+        ("stop", "", "stop must be a string of 1 to 512 characters, not of 0"),
+        ("stop", ["a", ""], "stop[1] must be a string of 1 to 512 characters, not of 0"),
+        ("stop", "x" * (MAX_STOP_CHARS + 1), "of 1 to 512 characters, not of 513"),
+        ("stop", ["x"] * 17, "stop may have up to 16 entries, not 17"),
+        ("stop", [1], "stop[0] must be a string"),
+        ("stop", 5, "a string or a list of up to 16 strings"),
+        ("stop_token_ids", [1.5], "stop_token_ids[0] must be a token id"),
+        ("stop_token_ids", 3, "a list of token ids"),
+        ("stop_token_ids", [1] * 65, "up to 64 entries, not 65"),
+        ("ignore_eos", 1, "true or false, not int 1"),
+        ("stream", "true", "true or false, not str 'true'"),
+        ("stream_options", True, "stream_options must be an object"),
+        ("stream_options", {"include_usage": 1}, "stream_options.include_usage must be true or false"),
+        ("stream_options", {"other": 1}, "stream_options.other is not a known option"),
+        ("stream_options", {"include_obfuscation": True}, "include_obfuscation is not implemented"),
+        ("user", 5, "user must be a string"),
+        ("metadata", [], "metadata must be an object of strings"),
+        ("metadata", {"k": 1}, "metadata.k must be a string"),
+        ("metadata", {str(i): "" for i in range(17)}, "up to 16 entries, not 17"),
+    ],
+    ids=lambda value: repr(value)[:30] if not isinstance(value, int) or value < 2**64 else "huge",
+)
+def test_a_wrong_value_is_named_with_its_limit(name: str, value: object, words: str) -> None:
+    error = refusal(completion, **{name: value})
+    assert words in error.message
+    assert error.param is not None
+    assert error.param.startswith(name)
+
+
+REFUSED = {
+    "suffix": "x", "echo": True, "best_of": 2, "logprobs": 0, "top_logprobs": 3, "logit_bias": {"9999999": 1},
+    "presence_penalty": 0.1, "frequency_penalty": -1, "repetition_penalty": 1.1, "min_p": 0.1, "min_tokens": 3,
+    "skip_special_tokens": False, "tools": [{"type": "function"}], "tool_choice": "required",
+    "parallel_tool_calls": False, "functions": [{}], "function_call": {"name": "f"},
+    "response_format": {"type": "json_object"}, "modalities": ["text", "audio"], "audio": {}, "prediction": {},
+    "reasoning_effort": "low", "verbosity": "low", "web_search_options": {}, "moderation": {}, "store": True,
+    "service_tier": "flex", "safety_identifier": "x", "prompt_cache_key": "x", "prompt_cache_options": {},
+    "prompt_cache_retention": "24h",
+}  # fmt: skip
+
+
+def test_every_refused_row_has_an_example_below() -> None:
+    assert {row.name for row in PARAMETERS if row.check is None} == set(REFUSED)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_not_implemented_is_refused_by_name_unless_neutral(name: str) -> None:
+    for route, call in ((Route.COMPLETION, completion), (Route.CHAT, chat)):
+        row = parameters_of(route).get(name)
+        if row is None:
+            assert refusal(call, **{name: None}).code == "unknown_parameter"
+            continue
+        error = refusal(call, **{name: REFUSED[name]})
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+        assert f"{name} is not implemented" in error.message
+        assert [call(**{name: value}) for value in (None, *row.neutral)] == [call()] * (1 + len(row.neutral))
+
+
+def test_zero_is_not_false() -> None:
+    assert refusal(completion, logprobs=0).param == "logprobs"
+    assert refusal(completion, presence_penalty=False).param == "presence_penalty"
+    assert refusal(completion, echo=0).param == "echo"
+
+
+def test_an_unknown_parameter_is_refused_as_unknown() -> None:
+    error = refusal(completion, guided_regex="(a+)+$")
+    assert (error.param, error.code) == ("guided_regex", "unknown_parameter")
+    assert refusal(completion, messages=[USER]).code == "unknown_parameter"
+    assert refusal(chat, prompt="x").code == "unknown_parameter"
+
+
+def test_every_parameter_of_the_official_client_is_known() -> None:
+    chats = get_type_hints(chat_create_params.CompletionCreateParamsStreaming)
+    plain = get_type_hints(completion_create_params.CompletionCreateParamsStreaming)
+    assert set(chats) <= set(parameters_of(Route.CHAT))
+    assert set(plain) <= set(parameters_of(Route.COMPLETION))
+
+
+@pytest.mark.parametrize("body", [None, [], "x", 1, [{"model": "m"}]])
+def test_a_body_that_is_no_object_is_refused(body: object) -> None:
+    for parse in (completion_request, chat_request):
+        with pytest.raises(RequestError, match="must be a JSON object"):
+            parse(body)
+
+
+@pytest.mark.parametrize("missing", ["model", "messages"])
+def test_what_is_missing_is_named(missing: str) -> None:
+    body = {"model": "m", "messages": [USER]}
+    del body[missing]
+    with pytest.raises(RequestError, match=f"{missing} is missing") as caught:
+        chat_request(body)
+    assert (caught.value.param, caught.value.code) == (missing, "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        (None, "messages must be a list of messages, not null"),
+        ([], "a non-empty list of messages"),
+        ({}, "a list of messages, not dict"),
+        (["hi"], "messages[0] must be an object with role and content"),
+        ([{"role": "user"}], "messages[0].content must be a string or a list of text parts, not null"),
+        ([{"role": "user", "content": None}], "messages[0].content must be a string or a list of text parts"),
+        ([{"role": "user", "content": 5}], "messages[0].content must be a string or a list of text parts"),
+        ([{"role": "user", "content": []}], "a non-empty list of text parts"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0] must be an object"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be a string"),
+        ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0].type must be a string"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url' is not implemented"),
+        ([USER, {"role": "tool", "content": "x"}], "messages[1].role 'tool' is not implemented"),
+        ([{"role": "king", "content": "x"}], "one of system, developer, user, assistant, not 'king'"),
+        ([{"content": "x"}], "messages[0].role must be one of"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role must be one of"),
+        ([{**USER, "tool_calls": [{}]}], "messages[0].tool_calls is not implemented"),
+        ([{**USER, "name": 5}], "messages[0].name must be a string"),
+        ([{"role": "user", "content": "\udc00"}], "messages[0].content holds half of a surrogate pair"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\udc00"}]}], "half of a surrogate pair"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_a_wrong_message_is_named_by_its_place(messages: object, words: str) -> None:
+    error = refusal(chat, messages=messages)
+    assert words in error.message
+    assert error.param is not None
+    assert error.param.startswith("messages")
+
+
+def test_text_parts_are_joined_and_a_returned_message_is_taken_back() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache": None}]
+    returned = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []}
+    request = chat(messages=[{"role": "system", "content": parts, "name": "n"}, returned])
+    assert request.messages == (Message("system", "a\nb", "n"), Message("assistant", "x"))
+    assert request.messages[0].as_dict() == {"role": "system", "content": "a\nb", "name": "n"}
+
+
+def test_the_newer_name_of_max_tokens_counts_in_a_chat() -> None:
+    assert chat(max_completion_tokens=5).max_tokens == chat(max_tokens=5).max_tokens == 5
+    assert chat(max_completion_tokens=5, max_tokens=5).max_tokens == 5
+    assert "5 and max_completion_tokens 6 disagree" in refusal(chat, max_completion_tokens=6, max_tokens=5).message
+    assert refusal(completion, max_completion_tokens=5).code == "unknown_parameter"
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (None, False), ({}, False), ({"include_usage": None}, False), ({"include_usage": False}, False),
+        ({"include_usage": True}, True), ({"include_usage": True, "include_obfuscation": False}, True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [True, False])
+def test_usage_is_included_only_when_asked_for(options: object, wanted: bool, stream: bool) -> None:
+    assert completion(stream_options=options, stream=stream).include_usage is wanted
+    assert completion().include_usage is False
+
+
+def test_both_ways_to_switch_top_k_off_are_one() -> None:
+    assert completion(top_k=-1).top_k == completion(top_k=0).top_k == 0
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(values=st.dictionaries(st.sampled_from([row.name for row in PARAMETERS]), json_values, max_size=4))
+def test_any_json_is_a_request_or_a_clear_refusal(values: dict[str, Any]) -> None:
+    for parse in (completion_request, chat_request):
+        assert answer_to(parse, values) in (CompletionRequest, ChatRequest, 400)
+
+
+def answer_to(parse: Any, values: dict[str, Any]) -> object:
+    """The kind of request, or the status of a refusal that says something."""
+    try:
+        return type(parse(values))
+    except RequestError as error:
+        return error.status if error.message and error.code else error
