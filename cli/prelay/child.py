@@ -20,6 +20,9 @@ TAIL_LINES = 12
 #: Longest line passed on, in bytes; the rest of a longer one becomes lines of its own.
 LINE_BYTES = 8192
 
+#: How long the output is read on after the process has ended, in seconds.
+OUTPUT_GRACE_S = 1.0
+
 Sink = Callable[[str, str], None]
 
 
@@ -45,29 +48,42 @@ class ChildSpec:
 class Child:
     """A running process. Its output goes line by line to `sink(name, line)`."""
 
-    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, sink: Sink) -> None:
+    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, output: int, sink: Sink) -> None:
+        """Take over the process and `output`, the reading end of a pipe. Use `start`."""
         self.spec = spec
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process = process
         self._sink = sink
-        self._pump = asyncio.create_task(self._pump_output())
+        self._rest = b""
+        self._output: int | None = output
+        self._ended = asyncio.Event()
+        os.set_blocking(output, False)
+        asyncio.get_running_loop().add_reader(output, self._on_output)
 
     @classmethod
     async def start(cls, spec: ChildSpec, sink: Sink) -> Child:
         """Start it from this thread, which must be the main one (see pdeath). Raise OSError."""
         shim = [sys.executable, "-I", "-S", str(Path(pdeath.__file__)), str(int(spec.death_signal)), str(os.getpid())]
-        process = await asyncio.create_subprocess_exec(
-            *shim,
-            *spec.command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=dict(spec.environment),
-            pass_fds=spec.pass_fds,
-            # Out of the terminal's group: Ctrl-C reaches the supervisor alone, which stops children in order.
-            start_new_session=True,
-        )
-        return cls(spec, process, sink)
+        # A pipe of our own: asyncio's would let a grandchild that holds it keep the process from ending for us.
+        output, into = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *shim,
+                *spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=into,
+                stderr=into,
+                env=dict(spec.environment),
+                pass_fds=spec.pass_fds,
+                # Out of the terminal's group: Ctrl-C reaches the supervisor alone, which stops children in order.
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(output)
+            raise
+        finally:
+            os.close(into)
+        return cls(spec, process, output, sink)
 
     @property
     def pid(self) -> int:
@@ -80,9 +96,9 @@ class Child:
     async def wait(self) -> int:
         """Wait for its end and for the last of its output. May be awaited by several, and cancelled."""
         code = await self._process.wait()
-        # A grandchild may hold the pipe open: the process is what counts.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._pump), 1.0)
+        with contextlib.suppress(TimeoutError):  # a grandchild may hold the pipe open
+            await asyncio.wait_for(self._ended.wait(), OUTPUT_GRACE_S)
+        self._close_output()
         return code
 
     def send(self, number: signal.Signals) -> None:
@@ -100,18 +116,30 @@ class Child:
             self.send(signal.SIGKILL)
             return await self.wait()
 
-    async def _pump_output(self) -> None:
-        stream = self._process.stdout
-        assert stream is not None
-        rest = b""
-        while chunk := await stream.read(LINE_BYTES):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) >= LINE_BYTES:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._line(line)
-        if rest:
-            self._line(rest)
+    def _on_output(self) -> None:
+        assert self._output is not None
+        try:
+            chunk = os.read(self._output, LINE_BYTES)
+        except BlockingIOError:
+            return
+        if not chunk:
+            self._close_output()
+            return
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) >= LINE_BYTES:
+            lines, self._rest = [*lines, self._rest], b""
+        for line in lines:
+            self._line(line)
+
+    def _close_output(self) -> None:
+        if self._output is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._output)
+        os.close(self._output)
+        self._output = None
+        if self._rest:
+            self._line(self._rest)
+        self._ended.set()
 
     def _line(self, raw: bytes) -> None:
         line = raw.decode(errors="replace").rstrip("\r")

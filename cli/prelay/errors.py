@@ -51,5 +51,13 @@ class ChildFailed(CliError):  # noqa: N818
     """A supervised process keeps failing."""
 
     def __init__(self, message: str, tail: Sequence[str] = ()) -> None:
-        lines = "".join(f"\n    {line}" for line in tail)
-        super().__init__(f"{message}; its last lines:{lines}" if tail else message)
+        super().__init__(message + _quoted(tail))
+
+
+def _quoted(tail: Sequence[str]) -> str:
+    """A child's own one-line verdict stays on the line; anything else follows below, as it was printed."""
+    if not tail:
+        return ""
+    if tail[-1].startswith("prelay"):
+        return f": {tail[-1]}"
+    return "; its last lines:" + "".join(f"\n    {line}" for line in tail)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+import re
 
 _HIDDEN = "***"
-_SECRET_FIELDS = frozenset({"password", "username"})
+_FIELDS = re.compile(r"([?&](?:password|username)=)[^&#]*")
 
 
 def has_secret(url: str) -> bool:
-    """True when a URL carries a password, in the usual place or as a query field."""
+    """True when a URL carries a user or a password, in the usual place or as a query field."""
     return redact(url) != url
 
 
 def redact(url: str) -> str:
-    """Return the URL with user, password and secret query fields replaced; text that is no URL becomes ***."""
-    try:
-        parts = urlsplit(url)
-        fields = parse_qsl(parts.query, keep_blank_values=True)
-    except ValueError:
-        return _HIDDEN
-    where = parts.netloc
-    if "@" in where:
-        where = f"{_HIDDEN}@{where.rpartition('@')[2]}"
-    elif "@" in url.partition("?")[0] and parts.scheme != "unix":
-        return _HIDDEN  # a password with a slash in it ends the netloc early
-    if any(name in _SECRET_FIELDS for name, _ in fields):
-        query = urlencode([(n, _HIDDEN if n in _SECRET_FIELDS else v) for n, v in fields], safe="*")
-    else:
-        query = parts.query
-    if where == parts.netloc and query == parts.query:
-        return url
-    return urlunsplit((parts.scheme, where, parts.path, query, parts.fragment))
+    """Return the URL with user, password and secret query fields replaced.
+
+    Works on the text and not on a parsed URL: a password may hold characters that end its part early, and then
+    it would show. Rather too much is hidden than too little.
+    """
+    scheme, mark, rest = _FIELDS.sub(rf"\1{_HIDDEN}", url).partition("://")
+    is_path = scheme == "unix" and rest.startswith("/")
+    if "@" in rest and not is_path:
+        rest = f"{_HIDDEN}@{rest.rpartition('@')[2]}"
+    return scheme + mark + rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,13 @@ def _check_url(secret: SecretStr) -> SecretStr:
     return secret
 
 
+def _check_block_size(value: int) -> int:
+    """The engine pads keys in blocks of 64 positions; a KV block has to fit into one."""
+    if value < 1 or 64 % value:
+        raise PydanticCustomError("prelay", "must be 1, 2, 4, 8, 16, 32 or 64, not {value}", {"value": value})
+    return value
+
+
 class Settings(BaseSettings):
     """Every setting of every command; OPTIONS says what each is for."""
 
@@ -55,13 +63,13 @@ class Settings(BaseSettings):
     model: Annotated[str, Field(min_length=1)] | None = None
     served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_model_len: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    max_model_len: Annotated[int, Field(ge=2, le=1 << 24)] | None = None
     prefill: Count | None = None
     decode: Count | None = None
     unified: Count = 0
     kv_blocks: Blocks | None = None
     prefill_kv_blocks: Blocks | None = None
-    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    block_size: Annotated[int, AfterValidator(_check_block_size)] = 16
     max_running: Annotated[int, Field(ge=1, le=4096)] = 64
     prefill_chunk: Annotated[int, Field(ge=1, le=1 << 20)] = 256
     max_preemptions: Annotated[int, Field(ge=0, le=1000)] = 3
@@ -170,7 +178,12 @@ def _explain(detail: ErrorDetails, given: Mapping[str, object], file: str | None
     else:
         where = f"{name} in {file}"
     limit = _limit(detail)
-    return f"{where} {limit}" if detail["type"] == "prelay" else f"{where} {limit}, not {detail['input']!r}"
+    return f"{where} {limit}" if detail["type"] == "prelay" else f"{where} {limit}, not {_shown(detail['input'])}"
+
+
+def _shown(value: object) -> str:
+    """A number or a word as it was written; quotes only where they help."""
+    return str(value) if re.fullmatch(r"[\w.+-]+", str(value)) else repr(value)
 
 
 def _limit(detail: ErrorDetails) -> str:

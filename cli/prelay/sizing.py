@@ -34,11 +34,8 @@ def sizes(settings: Settings, geometry: Geometry | None, host: Host) -> Sizes:
     if geometry is None:
         return Sizes(settings.kv_blocks or NULL_BLOCKS, settings.prefill_kv_blocks or NULL_BLOCKS, threads)
     pool = _Pool(settings, geometry, host)
-    return Sizes(
-        kv_blocks=pool.decode(decode + unified) if decode + unified else 0,
-        prefill_kv_blocks=pool.prefill(prefill) if prefill else 0,
-        threads=threads,
-    )
+    pool.check(prefill, decode + unified)
+    return Sizes(pool.decode(decode + unified), pool.prefill(prefill), threads)
 
 
 class _Pool:
@@ -51,44 +48,39 @@ class _Pool:
 
     def decode(self, workers: int) -> int:
         """Blocks of each decode pool: ordinary memory, taken as sequences come."""
-        if self.settings.kv_blocks:
-            return self.settings.kv_blocks
+        if self.settings.kv_blocks or not workers:
+            return self.settings.kv_blocks or 0
         share = self.host.memory // 4 // workers
         most = self.settings.max_running * self.context_blocks
-        blocks = min(share // self.block_bytes, most)
-        if blocks >= self.context_blocks:
-            return blocks
-        self._need("memory", self.host.memory_free // 2 // workers, "--kv-blocks", workers)
-        return self.context_blocks
+        return max(self.context_blocks, min(share // self.block_bytes, most))
 
     def prefill(self, workers: int) -> int:
         """Blocks of each prefill pool: a file in /dev/shm, allocated whole at the start."""
-        free = self.host.shm_free // workers
-        if self.settings.prefill_kv_blocks:
-            self._fits(self.settings.prefill_kv_blocks, free, workers)
-            return self.settings.prefill_kv_blocks
-        share = min(free // 2, self.host.memory // 16 // workers)
-        blocks = min(share // self.block_bytes, PREFILL_CONTEXTS * self.context_blocks)
-        if blocks >= self.context_blocks:
-            return blocks
-        # A little is left: the pool has a header, and other programs use /dev/shm too.
-        self._need(str(SHM), min(free, self.host.memory_free // 2) * 9 // 10, "--prefill-kv-blocks", workers)
-        return self.context_blocks
+        if self.settings.prefill_kv_blocks or not workers:
+            return self.settings.prefill_kv_blocks or 0
+        share = min(self.host.shm_free // 2, self.host.memory // 16) // workers
+        most = PREFILL_CONTEXTS * self.context_blocks
+        return max(self.context_blocks, min(share // self.block_bytes, most))
 
-    def _fits(self, blocks: int, free: int, workers: int) -> None:
-        wanted = blocks * self.block_bytes
-        if wanted > free:
+    def check(self, prefill: int, others: int) -> None:
+        """Raise TooSmall where the pools cannot hold a full context each, or not what was asked for."""
+        asked = (self.settings.prefill_kv_blocks or 0) * self.block_bytes * prefill
+        if asked > self.host.shm_free:
             raise TooSmall(
-                f"--prefill-kv-blocks {blocks} needs {size(wanted * workers)} of /dev/shm for {workers} prefill"
-                f" worker(s), and {size(self.host.shm_free)} are free (containers: --shm-size)"
+                f"--prefill-kv-blocks {self.settings.prefill_kv_blocks} needs {size(asked)} of {SHM} for {prefill}"
+                f" prefill worker(s), and {size(self.host.shm_free)} are free (containers: --shm-size)"
             )
+        in_shm = 0 if self.settings.prefill_kv_blocks else prefill
+        in_memory = in_shm + (0 if self.settings.kv_blocks else others)
+        # A part is left: the model wants memory, the pool's file has a header, and others use /dev/shm too.
+        self._need(in_shm, self.host.shm_free * 9 // 10, str(SHM), " (containers: --shm-size)")
+        self._need(in_memory, self.host.memory_free * 8 // 10, "memory", "")
 
-    def _need(self, where: str, there: int, option: str, workers: int) -> None:
-        wanted = self.context_blocks * self.block_bytes
+    def _need(self, contexts: int, there: int, where: str, hint: str) -> None:
+        wanted = contexts * self.context_blocks * self.block_bytes
         if wanted > there:
-            fits = max(0, there // self.block_bytes * self.settings.block_size)
-            hint = "; containers: --shm-size" if where == str(SHM) else ""
+            fits = there // contexts // self.block_bytes * self.settings.block_size
             raise TooSmall(
-                f"one full context of {self.context} tokens needs {size(wanted)} of {where} for each of {workers}"
-                f" worker(s), and there are {size(there)}{hint}; --max-model-len {fits} or {option} makes it fit"
+                f"{contexts} full context(s) of {self.context} tokens need {size(wanted)} of {where}, and {size(there)}"
+                f" can be used{hint}; --max-model-len {fits} fits, or set --kv-blocks and --prefill-kv-blocks"
             )
