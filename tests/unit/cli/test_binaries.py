@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from prelay import binaries
 from prelay.binaries import ServerBinary, bundled_path, find_server
 from prelay.errors import ServerError

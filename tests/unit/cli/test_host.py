@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+
 from prelay.errors import PortTaken
 from prelay.host import check_port, size
 from prelay.readiness import base_url
@@ -23,7 +24,7 @@ def test_a_port_that_is_listened_on_is_refused_and_a_free_one_is_not() -> None:
 def test_a_host_that_is_none_of_ours_is_one_line() -> None:
     with pytest.raises(PortTaken, match="not an address of this machine"):
         check_port("no such host", 8000)
-    with pytest.raises(PortTaken, match="cannot listen on 192.0.2.1"):
+    with pytest.raises(PortTaken, match=r"cannot listen on 192\.0\.2\.1"):
         check_port("192.0.2.1", 8000)
 
 

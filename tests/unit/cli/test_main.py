@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
 from prelay import __version__
 from prelay.main import main
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from prelay import model
 from prelay.errors import ModelUnavailable
 from prelay.model import cache_dir, resolve_model, served_name
@@ -51,7 +52,7 @@ def test_a_folder_without_its_files_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["/no/such/folder", "no-such-model", "./a/b/c", ""])
 def test_what_is_no_model_is_one_line(value: str) -> None:
-    with pytest.raises(ModelUnavailable, match="no such folder or .gguf file, and not a hub id"):
+    with pytest.raises(ModelUnavailable, match=r"no such folder or \.gguf file, and not a hub id"):
         resolve_model(value or "nothing", ignore)
 
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from prelay.errors import BadUsage
 from prelay.options import OPTIONS, SERVE
 from prelay.settings import Settings, load, unknown_variables
@@ -119,7 +120,7 @@ def test_an_unknown_key_in_the_file_is_an_error_with_the_nearest_name(tmp_path: 
 
 
 def test_a_file_that_is_missing_or_no_toml_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(BadUsage, match="cannot read .*none.toml: No such file"):
+    with pytest.raises(BadUsage, match=r"cannot read .*none\.toml: No such file"):
         load({}, str(tmp_path / "none.toml"))
     (tmp_path / "bad.toml").write_text("port: 1\n")
     with pytest.raises(BadUsage, match="not valid TOML"):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from prelay.errors import ModelUnavailable, TooSmall
 from prelay.geometry import Geometry, check_folder, read_geometry
 from prelay.host import Host, this_host

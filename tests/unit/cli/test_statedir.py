@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from prelay.errors import StateDirError
 from prelay.statedir import SOCKET_PATH_MAX, StateDir
 
@@ -30,8 +31,8 @@ def test_a_second_supervisor_is_told_who_has_it(tmp_path: Path) -> None:
 
 
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
-    code = f"import sys; from prelay.statedir import StateDir; from pathlib import Path\ns = StateDir(Path({str(tmp_path)!r}))\n"
-    code += "print('locked', flush=True); sys.stdin.read()"
+    code = "import sys; from prelay.statedir import StateDir; from pathlib import Path\n"
+    code += f"s = StateDir(Path({str(tmp_path)!r}))\nprint('locked', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"locked\n"
@@ -71,7 +72,7 @@ def test_a_socket_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypa
 
 def test_no_short_path_anywhere_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("runtime" * 20)))
-    with pytest.raises(StateDirError, match="too long for a socket .107 bytes"):
+    with pytest.raises(StateDirError, match=r"too long for a socket .107 bytes"):
         StateDir(tmp_path / ("long" * 30))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from prelay import restart
 from prelay.child import LINE_BYTES, Child, ChildSpec
 from prelay.errors import ChildFailed, CliError
@@ -153,7 +154,8 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_its_patience(supervi
 
 
 async def test_a_hurry_kills_at_once_but_lets_the_server_sync(supervisor: Supervisor, lines: Lines) -> None:
-    syncs = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), print('synced'), sys.exit(0)))\n"
+    syncs = "import signal, sys, time\ndef sync(*_):\n    time.sleep(0.3)\n    print('synced')\n    sys.exit(0)\n"
+    syncs += "signal.signal(signal.SIGTERM, sync)\n"
     keeper = supervisor.keep(spec("a", STUBBORN, stop_s=600.0))
     supervisor.keep(spec("server", syncs + SLEEPER, death_signal=signal.SIGTERM))
     await lines.wait_for(lambda all_lines: len(all_lines) == 2)
