@@ -121,11 +121,11 @@ sizes = st.integers(1, 9) | st.sampled_from([2**20, 2**31, 2**40])
 @given(
     parts=st.fixed_dictionaries(
         {},
-        optional={name: texts for name in ("node", "owner", "device", "kind", "handle")}
+        optional=dict.fromkeys(("node", "owner", "device", "kind", "handle"), texts)
         | {"offset": st.integers(0, 2**48)},
     ),
     shape=st.fixed_dictionaries(
-        {}, optional={name: sizes for name in ("num_blocks", "layers", "kv_heads", "block_size", "head_dim")}
+        {}, optional=dict.fromkeys(("num_blocks", "layers", "kv_heads", "block_size", "head_dim"), sizes)
     ),
     mapped_before=st.booleans(),
 )

@@ -328,25 +328,54 @@ class Elsewhere(PeerMapping):
         self.closed += 1
 
 
-def test_another_transport_plugs_in_by_its_kind(shm_dir: Path, pool: ShmPool, layout: KvLayout) -> None:
-    opened: list[Elsewhere] = []
+@pytest.fixture
+def elsewhere(pool: ShmPool) -> Elsewhere:
+    return Elsewhere(pool)
 
-    def open_elsewhere(ref: KvRef) -> PeerMapping:
-        opened.append(Elsewhere(pool))
-        return opened[-1]
 
+@pytest.fixture
+def far_importer(shm_dir: Path, layout: KvLayout, elsewhere: Elsewhere) -> Iterator[Importer]:
+    """Opens its one segment once; a second try finds nothing."""
+    opened = iter([elsewhere])
     importer = Importer(
-        layout.layout_hash, layout.numerics_hash, domain(shm_dir), shm_dir, openers={"elsewhere": open_elsewhere}
+        layout.layout_hash,
+        layout.numerics_hash,
+        domain(shm_dir),
+        shm_dir,
+        openers={"elsewhere": lambda _: next(opened)},
     )
-    ref = a_ref(pool, 2, 3)
-    ref = replace(ref, segment=replace(ref.segment, kind="elsewhere", handle="0xbeef", device="cuda-uuid"))
-    taken = Taken()
-    importer.fetch(ref, taken)
-    importer.fetch(ref, taken)
-    assert taken.numbers() == [2, 3]
-    assert len(opened) == 1
-    with pytest.raises(StaleKv):
-        importer.fetch(replace(ref, generations=(0, 9)), taken)
-    assert opened[0].closed == 0
+    yield importer
     importer.close()
-    assert opened[0].closed == 1
+
+
+def far_ref(pool: ShmPool, *blocks: int) -> KvRef:
+    ref = a_ref(pool, *blocks)
+    return replace(ref, segment=replace(ref.segment, kind="elsewhere", handle="0xbeef", device="cuda-uuid"))
+
+
+def test_another_transport_plugs_in_by_its_kind(pool: ShmPool, elsewhere: Elsewhere, far_importer: Importer) -> None:
+    ref, taken = far_ref(pool, 2, 3), Taken()
+    far_importer.fetch(ref, taken)
+    far_importer.fetch(ref, taken)
+    assert taken.numbers() == [2, 3]
+    with pytest.raises(StaleKv):
+        far_importer.fetch(replace(ref, generations=(0, 9)), taken)
+    assert elsewhere.closed == 0
+    far_importer.close()
+    assert elsewhere.closed == 1
+
+
+def test_a_transport_is_closed_once_and_only_after_the_last_copy(
+    pool: ShmPool, elsewhere: Elsewhere, far_importer: Importer
+) -> None:
+    seen: list[int] = []
+
+    def forget() -> None:
+        far_importer.forget("peer")
+        seen.append(elsewhere.closed)
+
+    far_importer.fetch(far_ref(pool, 1), Taken(after=forget))
+    assert seen == [0]
+    assert elsewhere.closed == 1
+    far_importer.close()
+    assert elsewhere.closed == 1

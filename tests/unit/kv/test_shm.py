@@ -19,8 +19,9 @@ from prelay_kv import shm, shmfile
 from prelay_kv.errors import ShmTooSmall
 from prelay_kv.layout import KvLayout
 from prelay_kv.segment import SHM_DIR, domain
-from prelay_kv.shm import ShmPool, sweep
+from prelay_kv.shm import ShmPool
 from prelay_kv.shmfile import PAGE, Parts, is_name, read_header, try_lock
+from prelay_kv.sweep import sweep
 
 
 def test_a_new_pool_is_zero_everywhere(shm_dir: Path, layout: KvLayout) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from prelay_kv import shm, shmfile
+from prelay_kv import shmfile
+from prelay_kv import sweep as sweeping
 from prelay_kv.layout import KvLayout
-from prelay_kv.shm import ShmPool, sweep
+from prelay_kv.shm import ShmPool
+from prelay_kv.sweep import sweep
 
 
 def _left_behind(shm_dir: Path, layout: KvLayout, owner: str = "dead") -> Path:
@@ -84,21 +86,21 @@ def test_a_sweep_that_gets_the_lock_after_another_has_removed_the_file_claims_no
         dead.unlink()
         return shmfile.try_lock(fd)
 
-    monkeypatch.setattr(shm, "try_lock", beaten)
+    monkeypatch.setattr(sweeping, "try_lock", beaten)
     assert sweep(shm_dir) == ()
 
 
 def test_a_name_that_now_is_another_owner_s_file_is_left_alone(
     shm_dir: Path, layout: KvLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dead = _left_behind(shm_dir, layout)
+    dead = _left_behind(shm_dir, layout, owner="a-dead-one-that-comes-first")
     with closing(ShmPool.create("alive", layout, shm_dir)) as alive:
 
         def replaced(fd: int) -> bool:
             alive.path.rename(dead)
             return shmfile.try_lock(fd)
 
-        monkeypatch.setattr(shm, "try_lock", replaced)
+        monkeypatch.setattr(sweeping, "try_lock", replaced)
         assert sweep(shm_dir) == ()
         assert dead.exists()
         dead.rename(alive.path)

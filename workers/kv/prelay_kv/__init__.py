@@ -1,4 +1,5 @@
 """Segments and transports: KV blocks in memory that other processes of the host can map. No Redis, no HTTP.
 
-`layout`, `segment` and `ref` describe and import no torch; `shm` makes a pool, `importer` reads a peer's.
+`layout`, `segment` and `ref` describe, `sweep` tidies up: they import no torch. `shm` makes a pool, `importer` reads a
+peer's.
 """

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import mmap
 import os
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,7 +19,10 @@ from .errors import ShmTooSmall
 from .layout import KvLayout
 from .ref import KvRef
 from .segment import SHM_DIR, Segment, domain
-from .shmfile import Parts, create_locked, pack_header, try_lock
+from .shmfile import Parts, create_locked, pack_header
+from .sweep import sweep
+
+__all__ = ["ShmPool", "sweep"]
 
 
 class ShmPool:
@@ -100,31 +102,6 @@ class ShmPool:
             self.path.unlink(missing_ok=True)
         fcntl.flock(fd, fcntl.LOCK_UN)  # views that are still held share this lock through the mapping's descriptor
         os.close(fd)
-
-
-def sweep(shm_dir: Path = SHM_DIR) -> tuple[str, ...]:
-    """Remove the pools whose owners are dead; the names removed. Safe beside other sweeps and starting owners."""
-    return tuple(path.name for path in sorted(shm_dir.glob("prelay-*.kv")) if _remove_if_free(path))
-
-
-def _remove_if_free(path: Path) -> bool:
-    try:  # O_NONBLOCK: a pipe of that name must not hold the sweep up
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # gone meanwhile, a link, or another user's
-        return False
-    try:
-        mine = os.fstat(fd)
-        if not stat.S_ISREG(mine.st_mode) or not try_lock(fd):
-            return False
-        # The lock may have come free because another sweep, or the owner, has just removed the file.
-        if not os.path.samestat(mine, path.stat(follow_symlinks=False)):
-            return False
-        path.unlink()
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
 
 
 def _refuse_if_short(shm_dir: Path, needed: int) -> None:
