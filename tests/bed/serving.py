@@ -1,0 +1,110 @@
+"""`prelay serve` as a user starts it, on a free port with a state folder of its own, leaving nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prelay_kv.shm import sweep
+
+from .processes import until
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Serving:
+    """A running `prelay serve`. `url` is where; `log` is what it and its children said."""
+
+    def __init__(self, *arguments: str, model: Path, environment: dict[str, str] | None = None) -> None:
+        self.state = tempfile.TemporaryDirectory(prefix="pl-")
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._last_words = ""
+        self._log = tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log")  # noqa: SIM115 - lives as long
+        command = [sys.executable, "-m", "prelay", "serve", "--port", str(self.port), "--model", str(model)]
+        self.process = subprocess.Popen(
+            [*command, "--state-dir", self.state.name, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, **(environment or {})},
+            cwd=self.state.name,
+        )
+
+    @property
+    def log(self) -> str:
+        return self._last_words if self._log.closed else Path(self._log.name).read_text()
+
+    def until_ready(self, timeout_s: float = 100) -> None:
+        """Wait until a request would be served; fail with the log when the process ends instead."""
+
+        def ready() -> bool:
+            assert self.process.poll() is None, f"prelay serve ended with {self.process.returncode}:\n{self.log}"
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"{self.url}/health/ready").status_code == 200
+            return False
+
+        until(ready, timeout_s, every_s=0.1)
+
+    def workers(self, role: str = "") -> list[dict[str, Any]]:
+        """The live workers of a role, as the admin page lists them."""
+        listed = httpx.get(f"{self.url}/admin/workers", timeout=10).json()["workers"]
+        return [w for w in listed if role in ("", w["role"]) and not w["stale"]]
+
+    def kill(self, role: str) -> int:
+        """SIGKILL the one worker of a role; return its pid."""
+        (worker,) = self.workers(role)
+        os.kill(worker["pid"], signal.SIGKILL)
+        return int(worker["pid"])
+
+    def until_drained(self, timeout_s: float = 20) -> None:
+        """Wait until every pool is free again; nothing may be orphaned at any time after."""
+
+        def drained() -> bool:
+            pools = [w["kv"] for w in self.workers()]
+            return bool(pools) and all(kv["free"] == kv["total"] and not kv["orphaned"] for kv in pools)
+
+        until(drained, timeout_s)
+
+    def stop(self) -> int:
+        """SIGTERM, as Ctrl-C does; return the exit code and check that nothing is left."""
+        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        if self.process.poll() is None:
+            self.process.terminate()
+        code = self.process.wait(40)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        for process in alive:
+            process.kill()
+        self.state.cleanup()
+        self._last_words = self.log
+        self._log.close()
+        assert not alive, f"left running: {alive}\n{self.log}"
+        return code
+
+
+@contextlib.contextmanager
+def serving(*arguments: str, model: Path, environment: dict[str, str] | None = None) -> Iterator[Serving]:
+    """A server that is ready, and that leaves no process and no shared memory."""
+    server = Serving(*arguments, model=model, environment=environment)
+    try:
+        server.until_ready()
+        yield server
+    finally:
+        code = server.stop()
+    assert code == 0, server.log
+    assert not sweep(), "a segment of a dead worker was left in shared memory"

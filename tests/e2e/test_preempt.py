@@ -1,0 +1,143 @@
+"""Preemption on the real model: the client's stream is the undisturbed one, whatever was evicted and how often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from tests.bed.serving import Serving
+
+from .client import Answer, stream, together
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+
+QUESTIONS = (
+    "Tell me about the sea.",
+    "How do I bake bread?",
+    "What is a prime number?",
+    "Why is the sky blue?",
+    "Who wrote Don Quixote?",
+    "Name three rivers in Europe and say where they end.",
+    "Explain what an émigré is. Use a few words of French.",
+    "Write a haiku about snow ❄.",
+)
+
+
+def chat(question: str, **changes: Any) -> dict[str, Any]:
+    body = {"model": "demo", "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 48}
+    return {**body, "ignore_eos": True, **changes}
+
+
+def completion(**changes: Any) -> dict[str, Any]:
+    body = {"model": "demo", "prompt": "In the year 2050, the largest city", "max_tokens": 40, "ignore_eos": True}
+    return {**body, **changes}
+
+
+def preempt(server: Serving, request: str) -> int:
+    """Ask for a preempt; the status code."""
+    return httpx.post(f"{server.url}/admin/jobs/{request}/preempt", timeout=10).status_code
+
+
+def preempting_at(server: Serving, *tokens: int) -> Any:
+    """A callback for `stream` that asks for a preempt when so many tokens have been delivered."""
+    left = sorted(tokens)
+
+    def on_frame(answer: Answer) -> None:
+        if left and answer.cursors[-1][1] + 1 >= left[0]:
+            left.pop(0)
+            assert preempt(server, answer.id) == 202
+
+    return on_frame
+
+
+def test_a_pool_too_small_for_eight_chats_serves_them_all_undisturbed(tight: Serving) -> None:
+    bodies = [chat(question) for question in QUESTIONS]
+    alone = [stream(tight.url, body) for body in bodies]
+
+    crowded = together(tight.url, bodies)
+
+    for one, other in zip(alone, crowded, strict=True):
+        one.check()
+        other.check()
+        assert other.text == one.text
+        assert other.usage == one.usage
+    assert any(len(answer.epochs) > 1 for answer in crowded), "nothing was preempted: the pool is not small enough"
+    tight.until_drained()
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 7, "top_p": 0.95}])
+def test_preempts_in_mid_stream_change_nothing(tight: Serving, sampling: dict[str, Any]) -> None:
+    body = completion(**sampling)
+    undisturbed = stream(tight.url, body)
+
+    for points in ((1,), (10, 20), (5, 17, 33)):
+        answer = stream(tight.url, body, preempting_at(tight, *points))
+        answer.check()
+        assert answer.text == undisturbed.text
+        assert answer.usage == undisturbed.usage
+        assert len(answer.epochs) == 1 + len(points), answer.cursors
+    tight.until_drained()
+
+
+def test_a_preempt_past_the_bound_still_evicts(tight: Serving) -> None:
+    body = completion(temperature=0, max_tokens=48)
+    undisturbed = stream(tight.url, body)
+
+    answer = stream(tight.url, body, preempting_at(tight, *range(2, 47, 5)))
+
+    answer.check()
+    assert answer.text == undisturbed.text
+    assert len(answer.epochs) > 4
+
+
+def test_a_preempted_whole_response_counts_once(tight: Serving) -> None:
+    body = completion(temperature=0)
+    undisturbed = httpx.post(f"{tight.url}/v1/completions", json=body, timeout=60).json()
+
+    # The id of a whole response is known only at its end: the tight pool itself does the preempting here.
+    bodies = [completion(temperature=0, prompt=f"{n} years after the flood, the largest city") for n in range(1, 9)]
+    alone = [httpx.post(f"{tight.url}/v1/completions", json=b, timeout=60).json() for b in bodies]
+    with httpx.Client(base_url=tight.url, timeout=120) as client:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(8) as pool:
+            crowded = list(pool.map(lambda b: client.post("/v1/completions", json=b).json(), bodies))
+
+    for one, other in zip(alone, crowded, strict=True):
+        assert other["choices"] == one["choices"]
+        assert other["usage"] == one["usage"]
+    assert undisturbed["usage"]["completion_tokens"] == 40
+
+
+def test_every_choice_survives_a_preempt_of_all(tight: Serving) -> None:
+    body = completion(temperature=0.8, seed=11, n=3, max_tokens=24)
+    undisturbed = httpx.post(f"{tight.url}/v1/completions", json=body, timeout=60).json()
+    texts, reasons = _stream_choices(tight, body)
+
+    assert texts == {c["index"]: c["text"] for c in undisturbed["choices"]}
+    assert reasons == {key: ["length"] for key in range(3)}
+
+
+def _stream_choices(server: Serving, body: dict[str, Any]) -> tuple[dict[int, str], dict[int, list[str]]]:
+    """Stream a request of several choices, with a preempt after a few tokens: texts and finish reasons by index."""
+    import orjson
+
+    from .client import frames
+
+    texts: dict[int, str] = {}
+    reasons: dict[int, list[str]] = {}
+    asked = False
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
+        for _, data in frames(response):
+            if data == "[DONE]":
+                break
+            event = orjson.loads(data)
+            for choice in event["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+                if choice["finish_reason"]:
+                    reasons.setdefault(choice["index"], []).append(choice["finish_reason"])
+            if not asked and sum(map(len, texts.values())) > 60:
+                asked = preempt(server, event["id"]) == 202
+    assert asked
+    return texts, reasons
