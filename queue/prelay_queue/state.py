@@ -5,7 +5,8 @@
                  │                  │                    │                 │                  │
                  └────requeue────PREEMPTED <──preempt────┴─────────────────┴──────────────────┘
 
-`finish`, `cancel` and a fatal `reap` end a job from any state; `reap` of a lost lease goes back to QUEUED.
+`finish` ends a job that is owned; `cancel`, a deadline and a fatal `reap` end it from any state; `reap` of a lost lease
+goes back to QUEUED.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (_S.PREEMPTED, _E.REQUEUE): _S.QUEUED,
     **{(state, _E.PREEMPT): _S.PREEMPTED for state in _RUNNING},
     **{(state, _E.REAP): _S.QUEUED for state in (*_RUNNING, _S.PREEMPTED)},
-    **{(state, _E.FINISH): _S.DONE for state in State if state is not _S.DONE},
+    **{(state, _E.FINISH): _S.DONE for state in _RUNNING},  # who gave the job up may not end it
     **{(state, _E.CANCEL): _S.DONE for state in State if state is not _S.DONE},
 }
 

@@ -24,7 +24,7 @@ EXPECTED: dict[Event, dict[State, State]] = {
     Event.PREEMPT: dict.fromkeys(RUNNING, State.PREEMPTED),
     Event.REQUEUE: {State.PREEMPTED: State.QUEUED},
     Event.REAP: dict.fromkeys(RUNNING | {State.PREEMPTED}, State.QUEUED),
-    Event.FINISH: dict.fromkeys(LIVE, State.DONE),
+    Event.FINISH: dict.fromkeys(RUNNING, State.DONE),
     Event.CANCEL: dict.fromkeys(LIVE, State.DONE),
 }
 
