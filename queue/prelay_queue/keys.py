@@ -16,6 +16,7 @@ job:<id>            hash     one job (one choice). Fields:
                                dl   deadline, server ms, 0 none
                                at   attachments "<api>#<token>", space separated: who is watching
                                sk   si   work stream and entry id under which the job waits
+                               ce   "<work stream> <entry id>" of the last claim, so that a repeat is known as one
                                kv   hand-over reference (opaque JSON) while STAGED or ADOPTING
                                kvo  incarnation that holds the exported KV; kve its epoch
                                pe   times preempted      why  cause of the last preempt

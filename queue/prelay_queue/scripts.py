@@ -97,11 +97,10 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """Answer to a claim. `claim` is set only with `ok`; stale, back and ended need nothing more."""
+    """Answer to a claim. `claim` is set only with `ok`; stale, back, newer and ended need nothing more."""
 
     code: str
     claim: Claim | None = None
-    protocol: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +144,7 @@ def _claimed(raw: Any) -> Claimed:
     code = text(raw[0])
     if code != "ok":
         return Claimed(code)
-    _, version, epoch, spec, kv, preempts, crashes, submitted, deadline, ids = raw
+    _, epoch, spec, kv, preempts, crashes, submitted, deadline, ids = raw
     claim = Claim(
         spec=JobSpec.decode(spec),
         epoch=int(epoch),
@@ -156,7 +155,7 @@ def _claimed(raw: Any) -> Claimed:
         submitted_ms=int(submitted),
         deadline_ms=int(deadline),
     )
-    return Claimed(code, claim, int(version))
+    return Claimed(code, claim)
 
 
 class Scripts:
@@ -175,7 +174,7 @@ class Scripts:
 
     def claim(self, stream: str, entry: str, job: str, owner: str, lease_ms: int, place: bool = True) -> Call[Claimed]:
         """Take (or, with place=False, put back) the job that `entry` of `stream` named."""
-        return self._call("claim", _claimed, stream, entry, job, owner, lease_ms, int(place))
+        return self._call("claim", _claimed, stream, entry, job, owner, lease_ms, int(place), PROTOCOL_VERSION)
 
     def handoff(
         self, job: str, epoch: int, owner: str, seq: int, token: int, kv: bytes, domain: str, lease_ms: int

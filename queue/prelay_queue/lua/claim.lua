@@ -1,16 +1,24 @@
--- claim(stream, entry, id, owner, lease_ms, place): take the job that a work stream handed out.
--- place=0 puts the entry back, at the front of its class. Safe to repeat: the same owner gets the same job again.
--- Answers {ok, job fields…} | {stale} | {back} | {ended}.
-local stream, entry, id, ow, lease, place = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5]), ARGV[6] == '1'
+-- claim(stream, entry, id, owner, lease_ms, place, protocol): take the job that a work stream handed out.
+-- place=0 puts the entry back, at the front of its class; so does a job of a protocol above the caller's, at the end.
+-- Safe to repeat: the owner gets the same job again for the same entry.
+-- Answers {ok, job fields…} | {stale} | {back} | {newer} | {ended}.
+local stream, entry, id, ow, lease, place, protocol =
+  ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5]), ARGV[6] == '1', tonumber(ARGV[7])
+local claimed = stream .. ' ' .. entry
 
 local function drop_entry()
   redis.call('XACK', stream, 'g', entry)
   redis.call('XDEL', stream, entry)
 end
 
-local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'ow', 'sk', 'si')
+local function put_back(kind)
+  unpush(id)
+  push(id, string.match(stream, '}:work:(.*):[^:]+:[rn]$'), kind)
+end
+
+local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'ow', 'sk', 'si', 'ce', 'v')
 local st, ep = v[1], tonumber(v[2])
-local mine = v[3] == ow and ow ~= '' and (st == 'prefill' or st == 'adopting')
+local mine = v[3] == ow and v[6] == claimed and (st == 'prefill' or st == 'adopting')
 if st and not mine and v[4] == stream and v[5] == entry then
   local to = advance(st, 'claim')
   if not to then drop_entry() return { 'stale' } end
@@ -19,17 +27,14 @@ if st and not mine and v[4] == stream and v[5] == entry then
     flush()
     return { 'ended' }
   end
-  if not place then
-    unpush(id)
-    push(id, string.match(stream, '}:work:(.*):[^:]+:[rn]$'), 'r')
-    return { 'back' }
-  end
+  if tonumber(v[7]) > protocol then put_back('n') return { 'newer' } end
+  if not place then put_back('r') return { 'back' } end
   unpush(id)
   enter(id, st, to, now_ms() + lease)
-  redis.call('HSET', jobkey(id), 'ow', ow)
+  redis.call('HSET', jobkey(id), 'ow', ow, 'ce', claimed)
 elseif not mine then
   drop_entry()
   return { 'stale' }
 end
-local f = redis.call('HMGET', jobkey(id), 'v', 'ep', 'spec', 'kv', 'pe', 'cr', 'sub', 'dl')
-return { 'ok', f[1], f[2], f[3], f[4] or '', f[5], f[6], f[7], f[8], log_ids(id) }
+local f = redis.call('HMGET', jobkey(id), 'ep', 'spec', 'kv', 'pe', 'cr', 'sub', 'dl')
+return { 'ok', f[1], f[2], f[3] or '', f[4], f[5], f[6], f[7], log_ids(id) }
