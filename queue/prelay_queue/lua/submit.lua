@@ -1,5 +1,6 @@
 -- submit(jobs): [{id, spec, cls, pt, mt, n, ttl, at, ep, ids}] of one request, all or (on OOM) none.
--- Answers new | exists per job. `ep` and `ids` above 1/empty rebuild a job that Redis lost.
+-- Answers new | exists per job. `ep` and `ids` above 1/empty rebuild a job that Redis lost; one that has all its
+-- tokens already ends instead of running.
 -- No allow-oom here: a full Redis refuses new work and drains the old.
 local answers = {}
 for _, job in ipairs(cjson.decode(ARGV[1])) do
@@ -15,8 +16,13 @@ for _, job in ipairs(cjson.decode(ARGV[1])) do
       redis.call('XADD', logkey(job.id), job.ep .. '-' .. (i - 1), 't', token)
     end
     redis.call('ZADD', P .. 'queued', now, job.id)
-    push(job.id, 'prefill', job.ep > 1 and 'r' or 'n')
+    if #job.ids >= job.mt then
+      conclude(job.id, 'queued', job.ep, 'length', '')
+    else
+      push(job.id, 'prefill', job.ep > 1 and 'r' or 'n')
+    end
     table.insert(answers, 'new')
   end
 end
+flush()
 return answers
