@@ -1,14 +1,16 @@
--- cancel(id, token): detach `token`; the job ends when nobody watches any more. token '' ends it at once.
+-- cancel(id, token): detach `token`; the job ends when nobody watches any more. token '' ends it at once; a token that
+-- is not attached changes nothing (a job without viewers is a batch's, and not ended by a stranger).
 -- Answers ended | watched | done | gone.
 local id, token = ARGV[1], ARGV[2]
 local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'at', 'ow')
 if not v[1] then return 'gone' end
 if v[1] == 'done' then return 'done' end
 if token ~= '' then
-  local left = {}
+  local left, attached = {}, false
   for other in string.gmatch(v[3], '[^ ]+') do
-    if other ~= token then table.insert(left, other) end
+    if other == token then attached = true else table.insert(left, other) end
   end
+  if not attached then return 'watched' end
   redis.call('HSET', jobkey(id), 'at', table.concat(left, ' '))
   if #left > 0 then return 'watched' end
 end
