@@ -148,7 +148,7 @@ local function refusal(id, ep, ow, event)
   local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'ow')
   if not v[1] then return 'gone' end
   if v[1] == 'done' then return 'done', v[1] end
-  if tonumber(v[2]) ~= ep or v[3] ~= ow then return 'fenced', v[1] end
+  if tonumber(v[2]) ~= ep or v[3] ~= ow or ow == '' then return 'fenced', v[1] end
   if not advance(v[1], event) then return 'illegal', v[1] end
   return nil, v[1]
 end

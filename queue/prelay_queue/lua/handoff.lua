@@ -1,5 +1,6 @@
 -- handoff(id, ep, owner, seq, token, kv, domain, lease_ms): the KV is ready; emit the first token and stage the job.
--- Answers ok | fenced | done | gone | illegal | gap. A repeat after a lost reply is ok, whatever came since.
+-- Answers ok | fenced | done | gone | illegal | gap. A repeat is ok until the adoption, and fenced (free the export)
+-- after it.
 local id, ep, ow, seq, token, kv, domain, lease =
   ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7], tonumber(ARGV[8])
 local v = redis.call('HMGET', jobkey(id), 'kvo', 'kve')
