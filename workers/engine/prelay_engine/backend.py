@@ -64,7 +64,7 @@ class Probe:
 
     def check_masks(self, context_len: int) -> None:
         """Refuse masks other than causal ones, with or without one of the layers' sliding windows."""
-        windows = {layer.window for layer in self.layers.values()}
+        windows = {layer.window for layer in self.layers.values()} | {None}  # asked for, if not by any layer
         for mask in self.masks:
             if not any(_is_window(mask, window, context_len) for window in windows):
                 raise ModelError("the model masks attention in a way that is neither causal nor a sliding window")
@@ -88,7 +88,7 @@ def _probe_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - built from our own positions instead
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
@@ -118,11 +118,11 @@ def _serve_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001
     prelay: Batch,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **other: Any,
+    **other: Any,  # noqa: ARG001 - the probe saw that nothing else matters
 ) -> tuple[torch.Tensor, None]:
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]

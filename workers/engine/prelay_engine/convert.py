@@ -48,11 +48,11 @@ def _plain(loaded: Any) -> Any:
 
 def _split_as_trained(tokenizer: Any, source: Path) -> None:
     """Split digits one by one where the file says so: the merges were learned that way."""
+    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
-    from transformers.integrations.gguf import read_gguf_metadata
 
-    metadata, _ = read_gguf_metadata(str(source))
-    if metadata.get("tokenizer.ggml.pre") in _DIGITS_APART:
+    field = GGUFReader(source).fields.get("tokenizer.ggml.pre")
+    if field is not None and field.contents() in _DIGITS_APART:
         backend = tokenizer.backend_tokenizer
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])

@@ -9,7 +9,7 @@ from enum import StrEnum
 from prelay_queue.job import FinishReason
 
 from .attention import Span
-from .blocks import BlockState, BlockStats
+from .blocks import BlockState
 from .config import EngineConfig
 from .errors import ConfigError, EngineError, NoRoom, UnknownSequence
 from .kv import KvStore
@@ -17,6 +17,7 @@ from .model import Model
 from .sampler import NO_TOKEN, Draw, sample
 from .scheduler import Plan, Row, schedule
 from .sequence import NewToken, Sequence, Step
+from .stats import BlockStats
 
 
 class Phase(StrEnum):

@@ -35,7 +35,13 @@ class KvStore(ABC):
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def open(self, key: str, tokens: int, limit: int, state: BlockState = BlockState.IN_USE) -> None:
+    def open(
+        self,
+        key: str,
+        tokens: int,
+        limit: int,  # noqa: ARG002 - for stores whose memory does not come in blocks
+        state: BlockState = BlockState.IN_USE,
+    ) -> None:
         """Take the blocks for `tokens` positions of a new sequence. It never grows beyond `limit` positions.
 
         Raises NoRoom, changing nothing.

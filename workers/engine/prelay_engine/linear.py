@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 #: Of one hidden state: what several linears that read it are fused into gives all their outputs.
 Kernel = Callable[[torch.Tensor], torch.Tensor]
@@ -48,12 +49,12 @@ def _widened(kernel: Kernel) -> Kernel:
 
 
 class PackedLinear(nn.Module):
-    """Takes the place of an nn.Linear."""
+    """Takes the place of an nn.Linear with this `weight` [out, in] and `bias`."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._kernel = pack(linear.weight, linear.bias)
+        self.out_features, self.in_features = weight.shape
+        self._kernel = pack(weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return at_least_two(self._kernel, x)
@@ -119,15 +120,18 @@ def replace_linears(net: nn.Module) -> int:
     count = 0
     for module in list(net.modules()):
         for names in _FUSED:
-            linears = [getattr(module, name, None) for name in names]
-            if all(type(linear) is nn.Linear for linear in linears) and _alike(linears):
+            linears = [child for child in (getattr(module, name, None) for name in names) if type(child) is nn.Linear]
+            if len(linears) == len(names) and _alike(linears):
                 group = FusedGroup(linears)
-                for part, name in enumerate(names):
-                    setattr(module, name, FusedPart(group, part, linears[part]))
+                for part, (name, linear) in enumerate(zip(names, linears, strict=True)):
+                    setattr(module, name, FusedPart(group, part, linear))
                 count += len(names)
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child))
+                setattr(module, name, PackedLinear(child.weight, child.bias))
+                count += 1
+            elif type(child) is Conv1D:  # GPT-2's name for a linear with its weight the other way round
+                setattr(module, name, PackedLinear(child.weight.T, child.bias))
                 count += 1
     return count
 

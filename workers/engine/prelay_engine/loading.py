@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -73,9 +73,8 @@ def _load_net(path: Path, dtype: torch.dtype) -> Any:
         where |= {"gguf_file": path.name} | _dequantise()
     else:
         _refuse_by_config(AutoConfig.from_pretrained(folder, **where))
-    net, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=backend.PROBE, output_loading_info=True, **where
-    )
+    where |= {"dtype": dtype, "attn_implementation": backend.PROBE, "output_loading_info": True}
+    net, info = cast(Any, AutoModelForCausalLM.from_pretrained)(folder, **where)
     _refuse_by_config(net.config, converted=is_gguf(path))
     _check_weights(net, info)
     return net.eval()

@@ -103,10 +103,8 @@ class Model:
 
     def __repr__(self) -> str:
         shape = f"{self.geometry.layers} layers, {self.geometry.kv_heads}×{self.geometry.head_dim} KV"
-        exact = "exact" if self.exact else "not exact"
-        return (
-            f"<Model {type(self.net).__name__}: {shape}, {self.geometry.dtype}, {self.context_len} positions, {exact}>"
-        )
+        facts = (shape, str(self.geometry.dtype), f"{self.context_len} positions", self.exactness)
+        return f"<Model {type(self.net).__name__}: {', '.join(facts)}>"
 
 
 def _eos_ids(*configs: Any) -> frozenset[int]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def _version(build: str, pattern: str) -> str:
 def _cpu() -> list[str]:
     """Maker and features: MKL chooses by both."""
     try:
-        with open("/proc/cpuinfo") as lines:
+        with Path("/proc/cpuinfo").open() as lines:
             wanted = {line.partition(":")[0].strip(): line.partition(":")[2].split() for line in lines}
     except OSError:
         return []

@@ -20,6 +20,8 @@ from prelay_queue.job import Sampling
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
+#: The least temperature that a float32 can be divided by without loss.
+_COLDEST = float(np.finfo(np.float32).tiny)
 #: What `sample` gives for a row without a distribution.
 NO_TOKEN = -1
 #: How many of the highest logits are sorted before all of them are: most nuclei are smaller.
@@ -61,7 +63,7 @@ def _one(row: Floats, draw: Draw) -> int:
     if sampling.temperature == 0 or sampling.top_k == 1:
         return best
     weights = row - peak
-    weights /= np.float32(max(sampling.temperature, np.finfo(np.float32).tiny))
+    weights /= np.float32(max(sampling.temperature, _COLDEST))
     np.exp(weights, out=weights)
     point = uniform(sampling.seed, draw.seq)
     if sampling.top_k <= 0 and sampling.top_p >= 1:
@@ -103,14 +105,18 @@ def _kept(weights: Floats, sampling: Sampling) -> Ids:
 
 def _nucleus(weights: Floats, limit: int, share: float) -> int:
     """How many of the `limit` heaviest weights make up `share` of what those weigh: the fewest, at least one."""
-    target = None
-    if limit == len(weights):
+    if limit < len(weights):
+        sums = _falling_sums(weights, limit)
+        target = share * float(sums[-1])
+    else:
         target = share * float(_block_sums(weights).sum())
-    for count in (min(limit, _FIRST_SORT), limit):
-        top = np.partition(weights, len(weights) - count)[len(weights) - count :] if count < len(weights) else weights
-        sums = np.cumsum(np.sort(top)[::-1], dtype=np.float64)
-        if target is None and count == limit:
-            target = share * sums[-1]
-        if target is not None and sums[-1] >= target:
-            break
+        sums = _falling_sums(weights, min(limit, _FIRST_SORT))
+        if sums[-1] < target:
+            sums = _falling_sums(weights, limit)
     return min(limit, int(np.searchsorted(sums, target, side="left")) + 1)
+
+
+def _falling_sums(weights: Floats, count: int) -> npt.NDArray[np.float64]:
+    """Running sums over the `count` heaviest weights, the heaviest first."""
+    heaviest = np.partition(weights, len(weights) - count)[len(weights) - count :] if count < len(weights) else weights
+    return np.cumsum(np.sort(heaviest)[::-1], dtype=np.float64)
