@@ -16,11 +16,13 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import (
     BusyLoadingError,
+    ClusterDownError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -34,17 +36,19 @@ from .settings import QueueSettings
 
 R = TypeVar("R")
 
-_UNAVAILABLE = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError)
-#: Replies that mean "not now", whatever exception class the driver gives them.
-_TRANSIENT_PREFIXES = (
-    "LOADING",
-    "MASTERDOWN",
-    "NOREPLICAS",
-    "UNBLOCKED",
-    "CLUSTERDOWN",
-    "READONLY",
-    "TRYAGAIN",
+#: Replies that mean "not now". The driver takes the code off the words of those that it has a class for (MASTERDOWN
+#: is a ClusterDownError to it); a script that is still missing after we loaded it was flushed in between.
+_UNAVAILABLE = (
+    RedisConnectionError,
+    RedisTimeoutError,
+    BusyLoadingError,
+    ReadOnlyError,
+    NoScriptError,
+    ClusterDownError,
+    TryAgainError,
 )
+#: And those that it has none for. MISCONF: the disk is full and nothing can be persisted.
+_TRANSIENT_PREFIXES = ("NOREPLICAS", "UNBLOCKED", "MISCONF", "BUSY ")
 
 
 def translate(error: Exception) -> QueueError:
@@ -113,7 +117,10 @@ class SyncQueue:
             return self.redis.execute_command(*_evalsha(call))
 
     def run_many(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Send calls in order in one round trip; an answer (or a QueueError, returned) per call."""
+        """Send calls in order in one round trip; an answer (or a QueueError, returned) per call.
+
+        Some may have run when others answer QueueUnavailable: send all of them again.
+        """
         if len(calls) == 1 or failpoints.armed():
             return [self.run(call) for call in calls]
         try:

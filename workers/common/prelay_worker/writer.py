@@ -183,6 +183,9 @@ class Writer:
         while not self._abandon.is_set():
             try:
                 answers = self._queue.run_many(calls)
+                for answer in answers:
+                    if isinstance(answer, QueueUnavailable):
+                        raise answer
                 break
             except QueueUnavailable as error:
                 log.warning("writer: %s; again in %.2f s", error, delay)
