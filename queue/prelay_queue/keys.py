@@ -36,7 +36,7 @@ live:<api>          stream   fan-in of one API process: field e = JSON list of e
                              workers skip it when the API process is gone. EXPIRE 30 s, refreshed by its owner
 api:<api>           string   an API process is alive; EX 30
 ctl:<worker>        stream   control of one worker: field c = JSON command. MAXLEN ~ 1000, EXPIRE 60 s
-worker:<worker>     string   heartbeat, JSON; PX 15000
+worker:<worker>     string   heartbeat, JSON (by `beat`); PX 15000
 workers             zset     incarnations by last heartbeat, server ms
 dead                stream   dead letters, MAXLEN ~ 10000
 """

@@ -7,7 +7,7 @@ safe to send twice and answers definitely the second time, so the client may ret
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -23,6 +23,7 @@ R = TypeVar("R")
 
 NAMES = (
     "submit", "claim", "handoff", "adopt", "emit", "preempt", "requeue", "renew", "finish", "cancel", "reap",
+    "beat", "tidy",
 )  # fmt: skip
 
 
@@ -159,7 +160,10 @@ def _claimed(raw: Any) -> Claimed:
 
 
 class Scripts:
-    """The eleven scripts of one partition. The contract of each stands at the top of its Lua file."""
+    """The scripts of one partition: eleven are the protocol of a job, `beat` and `tidy` are about the workers.
+
+    The contract of each stands at the top of its Lua file.
+    """
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
@@ -223,3 +227,12 @@ class Scripts:
             lambda raw: Reaped(*(_texts(ids) for ids in raw)),
             limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error,
         )  # fmt: skip
+
+    def beat(self, worker: str, status: Mapping[str, Any], ttl_ms: int) -> Call[int]:
+        """Say that a worker lives and how it stands: the server's time in ms, which is in the heartbeat too."""
+        assert status, "the script adds a field to it"
+        return self._call("beat", int, worker, orjson.dumps(status), ttl_ms)
+
+    def tidy(self) -> Call[int]:
+        """Remove the consumers of workers that are gone: how many."""
+        return self._call("tidy", int)

@@ -54,7 +54,7 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
     def start(self) -> None:
-        self._beat()
+        self._attempt(self._beat)  # the others know of us before we take a job
         self._thread.start()
 
     def stop(self) -> None:
@@ -134,14 +134,8 @@ class LeaseKeeper:
             self._post(Stop(item.job, item.epoch, answer))
 
     def _beat(self) -> None:
-        keys, now = self._queue.keys, self._server_ms()
-        body = {**self._status, "progress_ms": self.progress_ms, "t": now}
-        with self._queue.redis.pipeline(transaction=False) as pipe:
-            pipe.set(keys.worker(self._worker), orjson.dumps(body), px=self._times.worker_ttl_ms)
-            pipe.zadd(keys.workers, {self._worker: now})
-            pipe.zremrangebyscore(keys.workers, "-inf", now - 4 * self._times.worker_ttl_ms)
-            pipe.expire(keys.control(self._worker), 60)
-            pipe.execute()
+        status = {**self._status, "progress_ms": self.progress_ms}
+        self._queue.run(self._queue.scripts.beat(self._worker, status, self._times.worker_ttl_ms))
 
     def _forget_lost_peers(self) -> None:
         """A mapping pins its owner's memory: unmap the peers whose heartbeat is gone. A later copy maps again."""
@@ -149,10 +143,6 @@ class LeaseKeeper:
             if not self._queue.redis.exists(self._queue.keys.worker(peer)):
                 log.info("unmapping the KV of lost worker %s", peer)
                 self._transport.forget(peer)
-
-    def _server_ms(self) -> int:
-        seconds, micros = self._queue.redis.time()
-        return int(seconds) * 1000 + int(micros) // 1000
 
     def _sweep(self) -> None:
         # An outage must not expire the world: the holders need one lease to renew first.

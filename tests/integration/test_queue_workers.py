@@ -1,0 +1,96 @@
+"""Contracts of beat and tidy, the two scripts about workers, on both servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import orjson
+import pytest
+from tests.bed.servers import Server
+from tests.integration.queue_desk import D1, DOMAIN, P1, P2, Desk, at_desk, new_job
+
+from prelay_queue.job import Priority
+from prelay_queue.keys import GROUP
+from prelay_queue.state import State
+
+TTL_MS = 15_000
+
+
+@pytest.fixture
+def desk(any_server: Server) -> Iterator[Desk]:
+    yield from at_desk(any_server)
+
+
+def consumers(desk: Desk, stream: str) -> set[str]:
+    return {each["name"].decode() for each in desk.redis.xinfo_consumers(stream, GROUP)}
+
+
+def test_a_heartbeat_says_what_the_worker_says_and_the_servers_time(desk: Desk) -> None:
+    status = {"id": P1, "kv": {"total": 4, "free": 3}, "text": 'quoted "}{"'}
+    now = desk.run(desk.scripts.beat(P1, status, TTL_MS))
+    raw = desk.redis.get(desk.keys.worker(P1))
+    assert raw is not None
+    assert orjson.loads(raw) == {**status, "t": now}
+    assert abs(now - desk.now_ms()) < 5_000
+    assert 0 < desk.redis.pttl(desk.keys.worker(P1)) <= TTL_MS
+    assert desk.redis.zscore(desk.keys.workers, P1) == now
+
+
+def test_a_heartbeat_forgets_the_workers_that_are_long_gone(desk: Desk) -> None:
+    desk.redis.zadd(desk.keys.workers, {"gone": desk.now_ms() - 4 * TTL_MS - 1, "late": desk.now_ms() - TTL_MS})
+    desk.run(desk.scripts.beat(P1, {"id": P1}, TTL_MS))
+    assert desk.redis.zrange(desk.keys.workers, 0, -1) == [b"late", P1.encode()]
+
+
+def test_a_heartbeat_keeps_the_control_stream_and_does_not_make_one(desk: Desk) -> None:
+    desk.run(desk.scripts.beat(P1, {"id": P1}, TTL_MS))
+    assert not desk.redis.exists(desk.keys.control(P1))
+    desk.mind(P1)
+    desk.run(desk.scripts.beat(P1, {"id": P1}, TTL_MS))
+    assert 50 < desk.redis.ttl(desk.keys.control(P1)) <= 60
+
+
+def test_a_full_server_still_takes_heartbeats(desk: Desk, any_server: Server) -> None:
+    any_server.client.config_set("maxmemory", 1)
+    try:
+        desk.run(desk.scripts.beat(P1, {"id": P1}, TTL_MS))
+    finally:
+        any_server.client.config_set("maxmemory", 0)
+    assert desk.redis.exists(desk.keys.worker(P1))
+
+
+def test_the_consumers_of_dead_workers_are_removed_and_those_of_live_ones_stay(desk: Desk) -> None:
+    desk.to(State.DECODE)
+    desk.run(desk.scripts.beat(P1, {"id": P1}, TTL_MS))
+    prefill, decode = desk.keys.work("prefill")[3], desk.keys.work(f"decode:{DOMAIN}")[3]
+    assert (consumers(desk, prefill), consumers(desk, decode)) == ({P1}, {D1})
+    assert desk.run(desk.scripts.tidy()) > 0
+    assert (consumers(desk, prefill), consumers(desk, decode)) == ({P1}, set())
+    assert desk.run(desk.scripts.tidy()) == 0
+
+
+def test_a_dead_consumer_with_a_pending_entry_is_left_until_the_entry_is_taken_over(desk: Desk) -> None:
+    desk.submit()
+    stream, entry, job = desk.deliver(P1)
+    desk.run(desk.scripts.tidy())
+    assert consumers(desk, stream) == {P1}
+    assert desk.redis.xpending(stream, GROUP)["pending"] == 1
+    desk.redis.xautoclaim(stream, GROUP, P2, min_idle_time=0)
+    assert desk.run(desk.scripts.claim(stream, entry, job, P2, 60_000)).code == "ok"
+    desk.run(desk.scripts.tidy())
+    assert consumers(desk, stream) == set()
+
+
+@pytest.mark.parametrize("priority", Priority)
+def test_consumers_of_every_class_are_looked_at(desk: Desk, priority: Priority) -> None:
+    desk.to(State.DECODE, new_job(priority=priority))
+    desk.run(desk.scripts.tidy())
+    for stage in ("prefill", f"decode:{DOMAIN}"):
+        for stream in desk.keys.work(stage):
+            assert consumers(desk, stream) == set()
+
+
+def test_tidying_survives_streams_that_do_not_exist(desk: Desk) -> None:
+    desk.redis.delete(*desk.keys.work("prefill"))
+    desk.redis.sadd(desk.keys.domains, "never-seen")
+    assert desk.run(desk.scripts.tidy()) == 0
