@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
 from prelay_queue.client import SyncQueue, is_missing_group
-from prelay_queue.errors import QueueError
+from prelay_queue.errors import QueueError, QueueUnavailable
 from prelay_queue.job import PROTOCOL_VERSION
 from prelay_queue.keys import GROUP
 from prelay_queue.scripts import text
@@ -44,7 +45,9 @@ class Claimer:
         self._reader = queue.reader()
         self._stopping = threading.Event()
         self._recover_own = True  # after any error: look at our own pending entries first
+        self._asked: tuple[str, str, str] | None = None  # a claim (stream, entry, job) whose answer never came
         self._cursors = dict.fromkeys(self._streams, "0-0")
+        self._steal_at = 0.0  # monotonic seconds
         self._turn = 0
         self._thread = threading.Thread(target=self._run, name="claim", daemon=True)
 
@@ -76,26 +79,31 @@ class Claimer:
         for stream in self._streams:
             try:
                 self._queue.redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
-            except ResponseError as error:
-                if not str(error).startswith("BUSYGROUP"):
-                    raise
             except RedisError as error:
-                log.warning("claim: %s", error)
+                if not str(error).startswith("BUSYGROUP"):  # full, read-only or away: the next read asks again
+                    log.warning("claim: %s", error)
+                    self._stopping.wait(0.5)
 
     def _turn_once(self) -> None:
-        """1 our own pending entries after an error, 2 others' abandoned ones, 3 new ones in order, 4 block."""
+        """1 what an error left open, 2 others' abandoned entries, 3 new ones in order, 4 block."""
         if self._recover_own:
-            for stream in self._streams:
-                self._take(self._read([stream], "0", None))
-            self._recover_own = False
+            self._recover()
         self._turn += 1
-        if self._turn % 64 == 1 and self._steal():
+        if time.monotonic() >= self._steal_at and self._steal():
             return
         for stream in self._order():
             if self._take(self._read([stream], ">", None)):
                 return
         self._take(self._read(list(self._streams), ">", 1000))
-        self._turn += 15  # an idle claimer looks for abandoned entries every few seconds
+
+    def _recover(self) -> None:
+        """At the start and after an error: the claim that got no answer, our pending entries, dead consumers."""
+        if self._asked is not None:
+            self._claim(*self._asked)
+        for stream in self._streams:
+            self._take(self._read([stream], "0", None))
+        self._queue.run(self._queue.scripts.tidy())
+        self._recover_own = False
 
     def _order(self) -> tuple[str, ...]:
         """Serving order, with a share for the lower classes so that none starves: 1 turn in 10 begins at batch."""
@@ -110,38 +118,43 @@ class Claimer:
         taken = False
         for stream, entries in reply or ():
             for entry, fields in entries:
-                self._claim(text(stream), text(entry), fields)
+                self._claim_entry(text(stream), text(entry), fields)
                 taken = True
         return taken
 
     def _steal(self) -> bool:
         """Take over what a consumer was handed and never claimed. The cursor goes on where it ended."""
-        stolen = False
+        stolen, idle_ms = False, self._queue.settings.times.pending_idle_ms
         for stream in self._streams:
             cursor, entries, *_ = self._queue.redis.xautoclaim(
-                stream,
-                GROUP,
-                self._worker,
-                min_idle_time=self._queue.settings.times.pending_idle_ms,
-                start_id=self._cursors[stream],
-                count=1,
+                stream, GROUP, self._worker, min_idle_time=idle_ms, start_id=self._cursors[stream], count=1
             )
             self._cursors[stream] = text(cursor)
             for entry, fields in entries:
-                self._claim(stream, text(entry), fields)
+                self._claim_entry(stream, text(entry), fields)
                 stolen = True
+        if not stolen:
+            self._steal_at = time.monotonic() + idle_ms / 2000
         return stolen
 
-    def _claim(self, stream: str, entry: str, fields: dict[bytes, bytes] | None) -> None:
+    def _claim_entry(self, stream: str, entry: str, fields: dict[bytes, bytes] | None) -> None:
         if not fields:  # the entry was deleted while it was pending
             self._queue.redis.xack(stream, GROUP, entry)
             return
-        job, lease_ms = text(fields[b"id"]), self._queue.settings.times.lease_ms
+        self._claim(stream, entry, text(fields[b"id"]))
+
+    def _claim(self, stream: str, entry: str, job: str) -> None:
+        """Claim and tell the model loop. A claim that gets no answer may be ours: it is repeated by `_recover`."""
+        self._asked = (stream, entry, job)
+        lease_ms = self._queue.settings.times.lease_ms
         try:
             answer = self._queue.run(self._queue.scripts.claim(stream, entry, job, self._worker, lease_ms))
-        except QueueError:
-            self._recover_own = True
+        except QueueUnavailable:
             raise
+        except QueueError:
+            self._asked = None  # a job that nobody can read: its lease ends, and after some times the job
+            raise
+        self._asked = None
         claim = answer.claim
         if answer.code == "newer":
             log.warning("job %s speaks a newer protocol than this worker's %d: left alone", job, PROTOCOL_VERSION)
