@@ -30,11 +30,12 @@ class Control:
         self._post = post
         self._reader = queue.reader()
         self._last = "0-0"
+        self._lost = True  # the stream is to be made
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def start(self) -> None:
-        self._create()
+        self._turn()  # whoever claims for us may write to it from now on
         self._thread.start()
 
     def stop(self) -> None:
@@ -48,20 +49,29 @@ class Control:
         self._last = text(entry)
 
     def _run(self) -> None:
-        lost = False
         while not self._stopping.is_set():
-            try:
-                if lost or not self._queue.redis.exists(self._key):
-                    self._create()
-                    lost = False
-                self._read()
-            except RedisError as error:
-                log.warning("control: %s", error)
-                lost = True
+            self._turn()
+            if self._lost:
                 self._stopping.wait(0.5)
+            else:
+                self._read()
+
+    def _turn(self) -> None:
+        try:
+            if self._lost or not self._queue.redis.exists(self._key):
+                self._create()
+            self._lost = False
+        except RedisError as error:
+            log.warning("control: %s", error)
+            self._lost = True
 
     def _read(self) -> None:
-        reply: Any = self._reader.xread({self._key: self._last}, count=100, block=1000)
+        try:
+            reply: Any = self._reader.xread({self._key: self._last}, count=100, block=1000)
+        except RedisError as error:
+            log.warning("control: %s", error)
+            self._lost = True
+            return
         for _, entries in reply or ():
             for entry, fields in entries:
                 self._last = text(entry)
