@@ -19,7 +19,9 @@ BACKLOG = 2048
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind and return the socket. Raise StartupError, one line, when that cannot be."""
+    """Bind and return the socket; port 0 takes any. Raise StartupError, one line, when that cannot be."""
+    if not 0 <= port <= 65535:
+        raise StartupError(f"port {port} is not from 0 to 65535")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -30,10 +32,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        why = getattr(error, "strerror", None) or str(error)
-        raise StartupError(f"cannot listen on {host} port {port}: {why}") from None
+        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror}") from None
     listener.setblocking(False)
     return listener
 

@@ -33,7 +33,8 @@ class Process:
 
     def __init__(self, kind: str, config: ApiConfig | WorkerConfig, faults: str = "") -> None:
         self.kind = kind
-        self._log = tempfile.NamedTemporaryFile(prefix=f"bed-{kind}-", suffix=".log")  # noqa: SIM115 - lives as long
+        self._log = tempfile.NamedTemporaryFile(prefix=f"bed-{kind}-", suffix=".log")  # noqa: SIM115 - see close
+        self._said = ""
         payload = orjson.dumps(asdict(config), default=str).decode()
         environment = {**os.environ, "PRELAY_FAULTS": faults, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -54,7 +55,7 @@ class Process:
 
     @property
     def log(self) -> str:
-        return Path(self._log.name).read_text()
+        return self._said if self._log.closed else Path(self._log.name).read_text()
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)
@@ -79,6 +80,12 @@ class Process:
             self.kill()
             return 137
 
+    def close(self) -> None:
+        """End it and close its log, which can be read on."""
+        self.stop()
+        self._said = self.log
+        self._log.close()
+
     def wait_for(self, pattern: str, timeout_s: float = 20) -> re.Match[str]:
         """Wait until the output has a match of `pattern`."""
         deadline = time.monotonic() + timeout_s
@@ -94,6 +101,9 @@ class Api(Process):
 
     def __init__(self, config: ApiConfig, faults: str = "") -> None:
         super().__init__("api", config, faults)
+        self.url = ""
+
+    def wait_until_it_serves(self) -> None:
         self.url = self.wait_for(r"serving \S+ on (http://\S+)")[1]
         self.wait_for("listening as")
 
@@ -110,6 +120,7 @@ class Fleet:
         config = ApiConfig(self.queue, self.model, "null", port=0)
         api = Api(replace(config, **changes), faults)
         self.processes.append(api)
+        api.wait_until_it_serves()
         return api
 
     def worker(self, role: Role, faults: str = "", null: NullModel = NULL, blocks: int = 4096, **changes: Any) -> Process:
@@ -122,15 +133,19 @@ class Fleet:
     def close(self) -> None:
         """End all: the API first, as the supervisor does."""
         for process in self.processes:
-            process.stop()
+            process.close()
 
 
 @contextlib.contextmanager
 def fleet(queue: QueueSettings, model: Path) -> Iterator[Fleet]:
-    """A fleet that is ended in any case."""
+    """A fleet that is ended in any case. What its processes said is shown with a failure."""
     found = Fleet(queue, model)
     try:
         yield found
+    except BaseException:
+        for process in found.processes:
+            print(f"--- {process!r}\n{process.log}")
+        raise
     finally:
         found.close()
 

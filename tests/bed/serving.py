@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import psutil
+
 from prelay_kv.shm import sweep
 
 from .processes import until
