@@ -66,10 +66,16 @@ class LeaseKeeper:
         with self._lock:
             self._held[job, epoch] = "run"
 
-    def export(self, job: str, epoch: int) -> None:
-        """I hold this attempt's KV for a decode worker."""
+    def hand_over(self, job: str, epoch: int) -> None:
+        """A hand-over is on its way: it is renewed as mine, and only its own answer says what became of it."""
         with self._lock:
-            self._held[job, epoch] = "export"
+            self._held[job, epoch] = "handing over"
+
+    def export(self, job: str, epoch: int) -> None:
+        """I hold this attempt's KV for a decode worker. Nothing happens if it was dropped meanwhile."""
+        with self._lock:
+            if (job, epoch) in self._held:
+                self._held[job, epoch] = "export"
 
     def drop(self, job: str, epoch: int) -> None:
         with self._lock:
@@ -116,14 +122,16 @@ class LeaseKeeper:
             return
         with self._lock:
             held = [Held(job, epoch, kind) for (job, epoch), kind in self._held.items()]
+        # On the wire a hand-over is still a run: the lease is ours until the script has moved it.
+        sent = [Held(h.job, h.epoch, "export" if h.kind == "export" else "run") for h in held]
         if not held:
             return
-        answers = self._queue.run(self._queue.scripts.renew(self._worker, self._times.lease_ms, held))
+        answers = self._queue.run(self._queue.scripts.renew(self._worker, self._times.lease_ms, sent))
         for item, answer in zip(held, answers, strict=True):
             self._act(item, answer)
 
     def _act(self, item: Held, answer: str) -> None:
-        if answer in ("kept", "hold"):
+        if answer in ("kept", "hold") or item.kind == "handing over":
             return
         with self._lock:
             if self._held.get((item.job, item.epoch)) != item.kind:

@@ -75,7 +75,7 @@ class Worker(ABC):
         self._draining = False
         self._admission = Admission(backend.block_size)
         self.leases = LeaseKeeper(self.queue, self.id, backend.transport, self._inbox.put)
-        self.writer = Writer(self.queue, self.id, backend.transport.domain, self._inbox.put)
+        self.writer = Writer(self.queue, self.id, backend.transport.domain, self._hear_writer)
         self._control = Control(self.queue, self.id, self._inbox.put)
         self._claimer = Claimer(self.queue, self.id, self.stage(), self._admission, self.leases, self._inbox.put)
 
@@ -314,11 +314,17 @@ class Worker(ABC):
         if attempt.exported:
             self._free(attempt)
 
+    def _hear_writer(self, message: Message) -> None:
+        """Called in the writer thread. The lease changes its kind at once, not when the model loop finds time."""
+        if isinstance(message, Exported):
+            job, _, epoch = message.key.rpartition("@")
+            self.leases.export(job, int(epoch))
+        self._inbox.put(message)
+
     def _on_exported(self, key: str) -> None:
         attempt = self.attempts.get(key)
         if attempt is not None:
             attempt.exported = True
-            self.leases.export(attempt.claim.id, attempt.claim.epoch)
             if attempt.released:
                 self._free(attempt)
 

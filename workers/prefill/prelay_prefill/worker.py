@@ -34,4 +34,5 @@ class PrefillWorker(Worker):
     def on_held(self, key: str, token: NewToken) -> None:
         claim = self.attempts[key].claim
         kv = self.backend.transport.export(key, self.tokens_needed(claim))
+        self.leases.hand_over(claim.id, claim.epoch)
         self._put([Handoff(claim.id, claim.epoch, token.seq, token.token, kv)])
