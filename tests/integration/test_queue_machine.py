@@ -52,7 +52,7 @@ class QueueMachine(RuleBasedStateMachine):
     # The client.
 
     @precondition(lambda self: len(self.jobs) < 8)
-    @rule(viewers=st.integers(0, 2), max_tokens=st.integers(2, MAX_TOKENS), again=twice)
+    @rule(viewers=st.sampled_from([1, 1, 1, 0, 2]), max_tokens=st.integers(2, MAX_TOKENS), again=twice)
     def submit(self, viewers: int, max_tokens: int, again: bool) -> None:
         name = f"r{len(self.jobs)}/0"
         watching = [Viewer(f"{API}#{name}-{n}") for n in range(viewers)]
@@ -116,6 +116,40 @@ class QueueMachine(RuleBasedStateMachine):
         assert (claim.preemptions, claim.alone) == (job.preemptions, job.alone)
         if again:
             assert self.desk.run(call) == answer
+
+    @precondition(lambda self: self.having(State.QUEUED))
+    @rule(data=st.data(), count=st.integers(1, 5))
+    def a_job_comes_to_decode(self, data: st.DataObject, count: int) -> None:
+        """The common way, in one rule: single steps alone would seldom get this far."""
+        job = self.jobs[self.desk.deliver("P1")[2]]
+        fields = self.desk.fields(job.id)
+        answer = self.desk.run(self.desk.scripts.claim(fields["sk"], fields["si"], job.id, "P1", LEASE_MS))
+        assert answer.code == "ok"
+        job.claim("P1")
+        token, *more = self.make(min(count, job.max_tokens - 1 - len(job.log)) or 1)
+        assert self.desk.handoff(job.epoch, "P1", len(job.log), token, job.id) == "ok"
+        job.handoff(token)
+        fields = self.desk.fields(job.id)
+        answer = self.desk.run(self.desk.scripts.claim(fields["sk"], fields["si"], job.id, "D1", LEASE_MS))
+        assert answer.code == "ok"
+        job.claim("D1")
+        assert self.desk.adopt(job.epoch, "D1", job.id) == "ok"
+        job.adopt()
+        assert self.desk.emit(len(job.log), more, job.epoch, "D1", job.id).code == "ok"
+        job.emit(more)
+
+    @precondition(lambda self: self.having(State.DECODE))
+    @rule(data=st.data(), part=st.floats(0, 1))
+    def a_preempt_and_its_relay(self, data: st.DataObject, part: float) -> None:
+        """A viewer has seen a part; the worker gives up; the relay asks for what it delivered."""
+        job = self.pick(data, self.having(State.DECODE))
+        for viewer in job.viewers:
+            seen = max(len(viewer.delivered), int(part * len(job.log)))
+            viewer.delivered = list(job.ids[:seen])
+        assert self.desk.preempt(job.epoch, job.owner, job.id) == "ok"
+        job.preempt()
+        if job.viewers:
+            self.requeue(job, job.viewers[0], again=False)
 
     @precondition(lambda self: self.having(State.PREFILL))
     @rule(data=st.data(), again=twice)
@@ -219,6 +253,9 @@ class QueueMachine(RuleBasedStateMachine):
     def requeue_by_relay(self, data: st.DataObject, again: bool) -> None:
         job = self.pick(data, self.having(State.PREEMPTED))
         viewer = data.draw(st.sampled_from([*job.viewers, Viewer("api:9:z#stranger")]), "viewer")
+        self.requeue(job, viewer, again)
+
+    def requeue(self, job: Job, viewer: Viewer, again: bool) -> None:
         resume, epoch = len(viewer.delivered), job.epoch
         answer = self.desk.requeue(resume, viewer.token, epoch, job.id)
         sole = [v.token for v in job.viewers] == [viewer.token]
