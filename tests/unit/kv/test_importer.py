@@ -125,6 +125,17 @@ def test_the_largest_generation_is_compared_exactly(pool: ShmPool, importer: Imp
         importer.fetch(ref, Taken())
 
 
+def test_an_importer_that_asks_for_no_numerics_reads_a_peer_of_other_numerics(shm_dir: Path, layout: KvLayout) -> None:
+    importer = Importer(layout.layout_hash, None, domain(shm_dir), shm_dir)
+    with (
+        closing(importer),
+        closing(ShmPool.create("peer", replace(layout, numerics_hash="other"), shm_dir)) as pool,
+    ):
+        taken = Taken()
+        importer.fetch(a_ref(pool, 0), taken)
+        assert importer.owners() == {"peer"}
+
+
 @pytest.mark.parametrize("field", ["layout_hash", "numerics_hash"])
 def test_a_peer_of_another_layout_or_numerics_is_refused_before_its_memory_is_mapped(
     shm_dir: Path, layout: KvLayout, importer: Importer, field: str

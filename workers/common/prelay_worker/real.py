@@ -137,7 +137,8 @@ def _decode(config: WorkerConfig, engine_config: EngineConfig, model: Model) -> 
     if config.role is Role.UNIFIED:
         return engine, NoTransport()
     here = domain()
-    importer = Importer(model.layout_hash(config.block_size), model.numerics_hash(), here)
+    # Other thread counts, say: such KV fits. Only its exactness is not promised (docs/design.md, section 11).
+    importer = Importer(model.layout_hash(config.block_size), None, here)
     return engine, ShmImport(importer, kv, here)
 
 

@@ -34,13 +34,14 @@ class _Open:
 class Importer:
     """Reads KV blocks of the peers of one KV domain. Safe to use from several threads.
 
+    With `numerics_hash` None peers with other numerics are read too: their KV fits, and is not promised bit for bit.
     `openers` names the transports beside shared memory, by kind of segment.
     """
 
     def __init__(
         self,
         layout_hash: str,
-        numerics_hash: str,
+        numerics_hash: str | None,
         domain: str,
         shm_dir: Path = SHM_DIR,
         openers: dict[str, Opener] | None = None,
@@ -109,7 +110,7 @@ class Importer:
             raise SegmentGone(f"no transport for segments of kind {segment.kind:.40} here")
         if segment.layout_hash != self._layout_hash:
             raise LayoutMismatch("layout", segment.layout_hash, self._layout_hash)
-        if segment.numerics_hash != self._numerics_hash:
+        if self._numerics_hash is not None and segment.numerics_hash != self._numerics_hash:
             raise LayoutMismatch("numerics", segment.numerics_hash, self._numerics_hash)
 
     def _take(self, ref: KvRef) -> _Open:
