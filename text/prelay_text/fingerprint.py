@@ -17,7 +17,7 @@ def fingerprint(folder: Path) -> str:
     Every process and host that serves the same folder computes the same value; paths and times do not
     count. Two models that differ only in the weights' values, at equal names and sizes, look alike.
     """
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.sha256()  # has instructions of its own on most CPUs: a third of blake2b's time
     for name in ("config.json", "tokenizer.json"):
         try:
             content = (folder / name).read_bytes()
@@ -27,4 +27,4 @@ def fingerprint(folder: Path) -> str:
     for file in sorted(folder.iterdir(), key=lambda path: path.name):
         if file.suffix in _WEIGHTS and file.is_file():
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]

@@ -93,7 +93,7 @@ BACKENDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 def build(name: str) -> Tokenizer:
     backend = BACKENDS[name]()
-    return Tokenizer(backend, context_len=64, eos_ids=[backend.token_to_id("</s>")])
+    return Tokenizer(backend, context_len=64, eos_ids=[SPECIALS.index("</s>")])
 
 
 @pytest.fixture(scope="session", params=sorted(BACKENDS))

@@ -27,7 +27,7 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.one_of(one, text, cut), max_size=12).map(lambda parts: list(chain(*parts)))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_text_pushed_token_by_token_equals_the_whole_decoding(
     tokenizer: Tokenizer, data: st.DataObject, skip: bool
@@ -38,7 +38,7 @@ def test_text_pushed_token_by_token_equals_the_whole_decoding(
     assert text == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_text_given_out_is_never_taken_back_whatever_follows(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids, more = data.draw(ids_of(tokenizer)), data.draw(ids_of(tokenizer))
@@ -47,7 +47,7 @@ def test_text_given_out_is_never_taken_back_whatever_follows(tokenizer: Tokenize
     assert tokenizer.decode(ids + more).startswith(given_out)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_pending_is_what_would_stand_if_the_text_ended_here(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(ids_of(tokenizer))
@@ -57,7 +57,7 @@ def test_pending_is_what_would_stand_if_the_text_ended_here(tokenizer: Tokenizer
     assert rest == detokenizer.pending or (detokenizer.pending == "" and rest.strip("\ufffd") == "")
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_text_that_continues_a_prompt_keeps_its_leading_space(tokenizer: Tokenizer, data: st.DataObject) -> None:
     # Given a prompt that ends in an ordinary letter
@@ -136,7 +136,7 @@ def test_a_decoder_that_cannot_be_followed_is_refused_by_name(decoder: dict[str,
 
 
 @pytest.mark.model
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_demo_models_text_equals_the_whole_decoding(demo_model: Path, data: st.DataObject) -> None:
     tokenizer = _demo(demo_model)

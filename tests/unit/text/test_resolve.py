@@ -42,8 +42,9 @@ def test_a_request_without_seed_uses_the_spare_one(byte_level: Tokenizer) -> Non
 @pytest.mark.parametrize("ids", [(422,), (-1,), (2**40,), (5, 10**30)])
 def test_ids_outside_the_vocabulary_are_refused_with_the_limit(byte_level: Tokenizer, ids: tuple[int, ...]) -> None:
     for name in ("prompt", "stop_token_ids"):
+        values: dict[str, Any] = {"prompt": (5,), name: ids}
         with pytest.raises(RequestError, match=r"token ids go from 0 to 421") as caught:
-            parts(byte_level, **{"prompt": (5,), name: ids})
+            parts(byte_level, **values)
         assert (caught.value.param, caught.value.status) == (name, 400)
         assert f"{name}[{len(ids) - 1}] is {ids[-1]}" in caught.value.message
     assert parts(byte_level, prompt=(0, 421), stop_token_ids=(421,))

@@ -41,7 +41,7 @@ def naive_match(tokenizer: Tokenizer, ids: list[int], stops: list[str]) -> tuple
     return None
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_match_is_that_of_looking_at_the_whole_text_after_every_token(
     tokenizer: Tokenizer, data: st.DataObject
@@ -57,7 +57,7 @@ def test_the_match_is_that_of_looking_at_the_whole_text_after_every_token(
     assert found == naive_match(tokenizer, ids, stops)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_what_is_held_back_is_exactly_the_longest_beginning_of_a_stop(data: st.DataObject) -> None:
     text = data.draw(st.text("ab", max_size=12))

@@ -223,7 +223,13 @@ def test_a_wrong_message_is_named_by_its_place(messages: object, words: str) -> 
 
 def test_text_parts_are_joined_and_a_returned_message_is_taken_back() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache": None}]
-    returned = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []}
+    returned: dict[str, Any] = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "tool_calls": None,
+        "annotations": [],
+    }
     request = chat(messages=[{"role": "system", "content": parts, "name": "n"}, returned])
     assert request.messages == (Message("system", "a\nb", "n"), Message("assistant", "x"))
     assert request.messages[0].as_dict() == {"role": "system", "content": "a\nb", "name": "n"}
