@@ -3,7 +3,8 @@
     PRELAY_FAULTS="handoff.after=die, relay.deliver=pause:0.2@*, emit=lost@3"
 
 `point=action[:seconds][@n]`: at the n-th hit of the point (default 1, `*` at every hit) do the action:
-`die` kills this process with SIGKILL, `pause` sleeps, `cut` raises QueueUnavailable. Each script has the points
+`die` kills this process with SIGKILL, `stop` freezes it with SIGSTOP until somebody continues it, `pause` makes the
+thread sleep, `cut` raises QueueUnavailable. Each script has the points
 `<script>.before` and `<script>.after`, and `<script>` for `lost`: its first answer is thrown away and it is sent
 again, as a client does whose connection broke after the request went out.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 from .errors import QueueUnavailable
 
-_ACTIONS = ("die", "pause", "cut", "lost")
+_ACTIONS = ("die", "stop", "pause", "cut", "lost")
 _FAULT = re.compile(rf"([\w.]+)=({'|'.join(_ACTIONS)})(?::(\d+(?:\.\d+)?))?(?:@(\*|[1-9]\d*))?")
 
 
@@ -77,6 +78,8 @@ def _due(point: str) -> Fault | None:
 def _strike(fault: Fault, point: str) -> None:
     if fault.action == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault.action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if fault.action == "cut":
         raise QueueUnavailable(f"failpoint {point}")
 

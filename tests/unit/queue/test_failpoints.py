@@ -102,17 +102,28 @@ def test_nothing_is_armed_without_the_environment() -> None:
     failpoints.hit("anything")
 
 
+#: A process that passes the point `p` twice.
+CODE = (
+    "from prelay_queue import failpoints\n"
+    "failpoints.hit('p'); print('once', flush=True); failpoints.hit('p'); print('twice', flush=True)"
+)
+
+
+def start(faults: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PRELAY_FAULTS": faults}
+    return subprocess.Popen([sys.executable, "-c", CODE], env=environment, stdout=subprocess.PIPE)
+
+
 def test_die_kills_the_process_with_sigkill_at_the_point() -> None:
-    code = (
-        "from prelay_queue import failpoints\n"
-        "failpoints.hit('p'); print('once', flush=True); failpoints.hit('p'); print('never')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PRELAY_FAULTS": "p=die@2"},
-        stdout=subprocess.PIPE,
-        check=False,
-        timeout=20,
-    )
-    assert done.returncode == -signal.SIGKILL
-    assert done.stdout == b"once\n"
+    process = start("p=die@2")
+    said, _ = process.communicate(timeout=20)
+    assert (process.returncode, said) == (-signal.SIGKILL, b"once\n")
+
+
+def test_stop_freezes_the_whole_process_until_it_is_continued() -> None:
+    process = start("p=stop@2")
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    process.send_signal(signal.SIGCONT)
+    said, _ = process.communicate(timeout=20)
+    assert (process.returncode, said) == (0, b"once\ntwice\n")
