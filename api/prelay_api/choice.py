@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from prelay_queue import failpoints
+from prelay_queue import failpoints, trace
 from prelay_queue.errors import QueueError, QueueFull, QueueUnavailable
 from prelay_queue.job import FinishReason, JobSpec
 from prelay_queue.log import read_log
@@ -74,6 +74,8 @@ class Choice:
         """Take what may be delivered and return its text. It counts as delivered from now on, before it is written."""
         ids = self.relay.take()
         delta = self._assembler.push(ids) if ids else None
+        for seq in range(self.relay.delivered, self._assembler.delivered):
+            trace.mark("api.send", self.id, seq)
         self.relay.mark_delivered(self._assembler.delivered)
         return delta.text if delta else ""
 

@@ -7,10 +7,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from prelay_queue import trace
 from prelay_queue.errors import QueueUnavailable
 from prelay_queue.job import JobSpec
 from prelay_queue.scripts import NewJob
 from prelay_text.assembler import Assembler
+from prelay_text.detokenizer import continues_text
 from prelay_text.render import Renderer, Usage
 from prelay_text.resolve import JobPart
 from prelay_text.tokenizer import Tokenizer
@@ -54,7 +56,7 @@ class Session:
             self._links.tokenizer,
             sampling.stop,
             stop_token_ids=sampling.stop_token_ids,
-            continues=not self.renderer.chat,
+            continues=continues_text(part.prompt_ids, self._links.tokenizer),
         )
         return Choice(
             self._links.hub,
@@ -67,6 +69,8 @@ class Session:
     async def submit(self) -> None:
         """Put all jobs into the queue, or none. Raise QueueFull, QueueUnavailable or QueueError."""
         queue = self._links.hub.queue
+        for choice in self.choices:
+            trace.mark("api.submit", choice.id)
         try:
             await queue.run(queue.scripts.submit([choice.job for choice in self.choices]))
         except (QueueUnavailable, asyncio.CancelledError):

@@ -57,6 +57,7 @@ def _backend(config: WorkerConfig, worker: str) -> Backend:
 def _matcher_factory(config: WorkerConfig) -> MatcherFactory:
     if config.model is None:
         return lambda _: None
+    from prelay_text.detokenizer import continues_text
     from prelay_text.stops import StopMatcher
     from prelay_text.tokenizer import Tokenizer
 
@@ -66,7 +67,9 @@ def _matcher_factory(config: WorkerConfig) -> MatcherFactory:
         stops = claim.spec.sampling.stop
         if not stops:
             return None
-        matcher = StopMatcher(stops, tokenizer)
+        # The job alone decides it, so that worker and API see the same text.
+        continues = continues_text(claim.spec.prompt_ids, tokenizer)
+        matcher = StopMatcher(stops, tokenizer, continues=continues)
         for token in claim.ids:
             matcher.push(token)
         return matcher
