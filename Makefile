@@ -1,0 +1,66 @@
+# Two commands do everything on a fresh machine: `make serve` and `make test`. `make help` lists the rest.
+#
+#   PYTHON=python3.12       the Python to make .venv with (3.11 or newer)
+#   TORCH_INDEX=URL         another package index for torch, such as one with CPU builds
+#   PORT=8080 ARGS="..."    for serve; ARGS also goes to pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+PORT ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+#: Files that say what is installed: a change of one installs again, otherwise a second run is instant.
+INPUTS := pyproject.toml constraints.txt scripts/install.sh
+INSTALL = PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" scripts/install.sh
+
+.DEFAULT_GOAL := help
+.PHONY: help install dev model serve test test-all lint format types layers check clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(VENV)/installed: $(INPUTS)
+	$(INSTALL)
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(INSTALL) --group dev
+	@touch $@
+
+install: $(VENV)/installed ## .venv with Prelay in it
+
+dev: $(VENV)/installed-dev ## … and the tools of its developers
+
+model: $(VENV)/installed ## fetch the demo model, once
+	$(BIN)/prelay model fetch-demo
+
+serve: $(VENV)/installed ## set up, fetch the demo model, serve on http://127.0.0.1:8000 (PORT=, ARGS=)
+	$(BIN)/prelay serve $(if $(PORT),--port $(PORT)) $(ARGS)
+
+test: dev model ## the test suite, without what takes minutes (ARGS= goes to pytest)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: dev model ## the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: dev ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: dev ## ruff: put in order what can be
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: dev ## mypy, strict
+	$(BIN)/mypy
+
+layers: dev ## import-linter: who may import whom
+	$(BIN)/lint-imports
+
+check: lint types layers test ## all of these
+
+clean: ## remove .venv and all caches of the tools
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
