@@ -22,7 +22,7 @@ fi
 
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 # Dependency groups came with pip 25.1, and Python 3.11 brings an older one.
-if ! "${pip[@]}" install --help | grep -q -- --group; then
+if ! "$venv/bin/python" -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (25, 1))'; then
     echo "== pip of $venv is old: a newer one"
     "${pip[@]}" install --upgrade "pip>=25.1"
 fi
