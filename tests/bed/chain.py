@@ -17,8 +17,10 @@ from typing import Any
 
 import httpx
 import orjson
+
 from prelay_worker.null import null_token
 
+from .http import client_of
 from .tokenizer import WORDS, ids_of
 
 #: More attempts than any test makes.
@@ -131,7 +133,7 @@ class Listener:
         self._result = self._pool.submit(asyncio.run, self._read(url, path, body))
 
     async def _read(self, url: str, path: str, body: dict[str, Any]) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with client_of(url) as client:
             await stream(client, path, body, self.found)
 
     @property

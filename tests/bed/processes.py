@@ -16,11 +16,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
+
 from prelay_api.config import ApiConfig
 from prelay_queue.settings import QueueSettings, QueueTimes
 from prelay_worker.config import NullModel, Role, WorkerConfig
+
+from .http import get
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +125,9 @@ class Fleet:
         api.wait_until_it_serves()
         return api
 
-    def worker(self, role: Role, faults: str = "", null: NullModel = NULL, blocks: int = 4096, **changes: Any) -> Process:
+    def worker(
+        self, role: Role, faults: str = "", null: NullModel = NULL, blocks: int = 4096, **changes: Any
+    ) -> Process:
         config = WorkerConfig(role, self.queue, self.model, kv_blocks=blocks, null=null)
         process = Process(role, replace(config, **changes), faults)
         self.processes.append(process)
@@ -162,7 +166,7 @@ def until(what: Callable[[], Any], timeout_s: float = 15, every_s: float = 0.02)
 
 def until_ready(url: str, timeout_s: float = 20) -> None:
     """Wait until the API says that a request would be served."""
-    until(lambda: httpx.get(f"{url}/health/ready").status_code == 200, timeout_s)
+    until(lambda: get(f"{url}/health/ready").status_code == 200, timeout_s)
 
 
 def fast_times(**changes: int) -> QueueTimes:

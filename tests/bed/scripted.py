@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
+from redis.exceptions import ResponseError
+
 from prelay_queue.client import SyncQueue
 from prelay_queue.job import Claim, FinishReason
 from prelay_queue.keys import GROUP
 from prelay_queue.scripts import Emission, text
 from prelay_queue.settings import QueueSettings
-from redis.exceptions import ResponseError
 
 LEASE_MS = 60_000
 
@@ -31,7 +32,8 @@ class ScriptedWorker:
             try:
                 self.queue.redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
             except ResponseError as error:
-                assert str(error).startswith("BUSYGROUP")
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
 
     def close(self) -> None:
         self.queue.close()
@@ -64,7 +66,9 @@ class ScriptedWorker:
         """Wait for a job and claim it; it is then in PREFILL and ours."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            reply: Any = self.queue.redis.xreadgroup(GROUP, self.id, dict.fromkeys(self._streams, ">"), count=1, block=100)
+            reply: Any = self.queue.redis.xreadgroup(
+                GROUP, self.id, dict.fromkeys(self._streams, ">"), count=1, block=100
+            )
             for stream, entries in reply or ():
                 for entry, fields in entries:
                     job = text(fields[b"id"])

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import redis
+
 from prelay_queue.settings import QueueSettings
 
 KINDS = ("redis", "valkey")

@@ -11,11 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-from prelay_worker.config import NullModel, Role
 from tests.bed.chain import Listener, Stream, check_chain, check_stream, stream
+from tests.bed.http import client_of, get, post
 from tests.bed.processes import Fleet, fast_times, fleet, until, until_ready
 from tests.bed.servers import Server
 from tests.bed.tokenizer import ids_of
+
+from prelay_worker.config import NullModel, Role
 
 COMPLETIONS = "/v1/completions"
 DIVERGENT = NullModel(divergent=True, step_ms=3)
@@ -26,7 +28,7 @@ def body(prompt: list[int], **more: Any) -> dict[str, Any]:
 
 
 async def together(url: str, count: int, one: Callable[[httpx.AsyncClient, int], Awaitable[Any]]) -> list[Any]:
-    async with httpx.AsyncClient(base_url=url, timeout=90, limits=httpx.Limits(max_connections=count)) as client:
+    async with client_of(url) as client:
         return await asyncio.gather(*(one(client, n) for n in range(count)))
 
 
@@ -81,7 +83,7 @@ def test_an_operator_preempts_a_stream_three_times(new_fleet: Fleet) -> None:
     job = f"{api.url}/admin/jobs/{client.found.id}"
     for attempt in (1, 2, 3):
         # Ask until a worker has both choices: between the stages nobody does.
-        until(lambda: _asked_all(httpx.post(f"{job}/preempt")))
+        until(lambda: _asked_all(post(f"{job}/preempt")))
         until(lambda now=attempt: min(_numbers(job, "epoch")) > now)
         until(lambda: set(_numbers(job, "state")) == {"decode"})
     found = client.end(60)
@@ -95,7 +97,7 @@ def _asked_all(reply: httpx.Response) -> bool:
 
 
 def _numbers(job: str, name: str) -> list[Any]:
-    return [choice[name] for choice in httpx.get(job).json()["choices"]]
+    return [choice[name] for choice in get(job).json()["choices"]]
 
 
 @pytest.mark.parametrize("victim", [Role.PREFILL, Role.DECODE])

@@ -15,14 +15,16 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from tests.bed.chain import Listener, check_stream, stream
+from tests.bed.http import client_of, get, post
+from tests.bed.processes import ROOT, Api, Fleet, until, until_ready
+from tests.bed.scripted import ScriptedWorker
+from tests.bed.servers import Server
+
 from prelay_api.config import ApiConfig
 from prelay_queue.settings import QueueSettings
 from prelay_queue.state import State
 from prelay_worker.config import NullModel, Role
-from tests.bed.chain import Listener, check_stream, stream
-from tests.bed.processes import ROOT, Api, Fleet, until, until_ready
-from tests.bed.scripted import ScriptedWorker
-from tests.bed.servers import Server
 
 COMPLETIONS = "/v1/completions"
 
@@ -39,7 +41,7 @@ async def test_a_client_that_leaves_ends_its_job_at_once(
     quiet_api: Api, scripted: ScriptedWorker, streaming: bool
 ) -> None:
     scripted.listen()
-    async with httpx.AsyncClient(base_url=quiet_api.url, timeout=30) as client:
+    async with client_of(quiet_api.url) as client:
         task = asyncio.create_task(client.post(COMPLETIONS, json=body(stream=streaming)))
         claim = await asyncio.to_thread(scripted.take)
         task.cancel()
@@ -56,7 +58,7 @@ async def test_a_client_that_leaves_while_it_waits_takes_its_job_out_of_the_queu
 ) -> None:
     backlog = scripted.queue.keys.work("prefill")
     redis = scripted.queue.redis
-    async with httpx.AsyncClient(base_url=quiet_api.url, timeout=30) as client:
+    async with client_of(quiet_api.url) as client:
         tasks = [asyncio.create_task(client.post(COMPLETIONS, json=body(n=3))) for _ in range(20)]
         await asyncio.to_thread(until, lambda: sum(redis.xlen(key) for key in backlog) == 60)
         for task in tasks:
@@ -79,7 +81,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(new_fleet: 
         except TimeoutError:
             pass
 
-    async with httpx.AsyncClient(base_url=api.url, timeout=30) as client:
+    async with client_of(api.url) as client:
         await asyncio.gather(*(leave_after(client, 0.02 * n) for n in range(60)))
         kv = await asyncio.to_thread(until, lambda: _all_free(api))
         assert len(kv) == 2
@@ -88,7 +90,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(new_fleet: 
 
 def _all_free(api: Api) -> list[dict[str, int]] | None:
     """The pools of all workers, when nothing of them is taken."""
-    pools = [worker["kv"] for worker in httpx.get(f"{api.url}/admin/workers").json()["workers"]]
+    pools = [worker["kv"] for worker in get(f"{api.url}/admin/workers").json()["workers"]]
     return pools if all(kv["free"] == kv["total"] for kv in pools) else None
 
 
@@ -104,7 +106,7 @@ async def test_sigterm_tells_every_client_to_try_again_and_exits_with_zero(new_f
     for claim in claims:
         worker.emit(claim, 0, [5])
     await asyncio.to_thread(until, lambda: all(listener.ids == [5] for listener in listeners))
-    async with httpx.AsyncClient(base_url=api.url, timeout=30) as client:
+    async with client_of(api.url) as client:
         waiting = asyncio.create_task(client.post(COMPLETIONS, json=body()))
         await asyncio.to_thread(worker.claim)
         began = time.monotonic()
@@ -137,7 +139,7 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_exit(new_fleet: Fleet)
         payload = orjson.dumps(body(stream=True, n=8, max_tokens=2000))
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
         deaf.sendall(head.encode() + payload)
-        until(lambda: httpx.get(f"{api.url}/admin/workers").json()["workers"][0]["computed_tokens"] > 4000, 60)
+        until(lambda: get(f"{api.url}/admin/workers").json()["workers"][0]["computed_tokens"] > 4000, 60)
         began = time.monotonic()
         assert api.stop() == 0
         assert time.monotonic() - began < 8
@@ -180,7 +182,9 @@ def test_what_cannot_work_is_one_line_and_exit_code_one(
     assert len(found.stderr.splitlines()) == 1
 
 
-def test_an_api_that_starts_before_its_queue_serves_once_the_queue_is_there(own_server: Server, null_folder: Path) -> None:
+def test_an_api_that_starts_before_its_queue_serves_once_the_queue_is_there(
+    own_server: Server, null_folder: Path
+) -> None:
     settings = own_server.settings()
     own_server.kill()
     found = Fleet(settings, null_folder)
@@ -190,8 +194,8 @@ def test_an_api_that_starts_before_its_queue_serves_once_the_queue_is_there(own_
         url = api.wait_for(r"serving \S+ on (http://\S+)")[1]
         reply = until(lambda: _get(f"{url}/health/ready"))
         assert reply.status_code == 503
-        assert httpx.get(f"{url}/health/live").status_code == 200
-        assert httpx.post(url + COMPLETIONS, json=body(), timeout=30).status_code == 503
+        assert get(f"{url}/health/live").status_code == 200
+        assert post(url + COMPLETIONS, json=body()).status_code == 503
         own_server.start()
         found.worker(Role.UNIFIED)
         until_ready(url)
@@ -203,6 +207,6 @@ def test_an_api_that_starts_before_its_queue_serves_once_the_queue_is_there(own_
 
 def _get(url: str) -> httpx.Response | None:
     try:
-        return httpx.get(url, timeout=5)
+        return get(url, timeout=5)
     except httpx.ConnectError:
         return None

@@ -7,15 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from prelay_queue.job import FinishReason
-from prelay_queue.state import State
 from tests.bed.chain import Listener, check_cursors
+from tests.bed.http import post
 from tests.bed.processes import Api, Fleet, fleet, until
 from tests.bed.scripted import ScriptedWorker
 from tests.bed.servers import Server
 from tests.bed.tokenizer import chat, ids_of
+
+from prelay_queue.job import FinishReason
+from prelay_queue.state import State
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -112,7 +113,7 @@ def test_a_preempt_before_the_first_token_restarts_from_scratch(quiet_api: Api, 
 def test_an_answer_in_one_piece_restarts_from_scratch_and_counts_once(
     quiet_api: Api, scripted: ScriptedWorker, posts: ThreadPoolExecutor
 ) -> None:
-    reply = posts.submit(httpx.post, quiet_api.url + COMPLETIONS, json=body(), timeout=30)
+    reply = posts.submit(post, quiet_api.url + COMPLETIONS, json=body())
     first = scripted.take()
     scripted.emit(first, 0, [10, 11, 12])
     scripted.preempt(first)
@@ -250,7 +251,9 @@ def test_a_preempt_that_nobody_was_told_of_is_answered_after_a_silence(new_fleet
     worker.close()
 
 
-def test_a_job_that_redis_lost_is_submitted_again_with_what_the_client_has(own_server: Server, null_folder: Path) -> None:
+def test_a_job_that_redis_lost_is_submitted_again_with_what_the_client_has(
+    own_server: Server, null_folder: Path
+) -> None:
     with fleet(own_server.settings(), null_folder) as found:
         api = found.api()
         worker = ScriptedWorker(found.queue)
@@ -282,7 +285,7 @@ def test_a_redis_that_was_killed_and_comes_back_ends_no_stream(
         own_server.kill()
         if pause_s > 1:
             api.wait_for("lost contact")
-            assert httpx.post(api.url + COMPLETIONS, json=body(), timeout=30).status_code == 503
+            assert post(api.url + COMPLETIONS, json=body()).status_code == 503
         own_server.start()
         worker.emit(claim, 1, [11])
         worker.preempt(claim)
@@ -347,7 +350,7 @@ def test_an_end_that_is_no_answer_is_an_error_event_or_a_status(
     assert found.error["code"] == code
     assert found.done
     assert found.choices[0].finishes == []
-    reply = posts.submit(httpx.post, quiet_api.url + COMPLETIONS, json=body(), timeout=30)
+    reply = posts.submit(post, quiet_api.url + COMPLETIONS, json=body())
     scripted.finish(scripted.take(), 0, [], reason=reason, error=error)
     assert reply.result().status_code == status
     assert reply.result().json()["error"]["code"] == code

@@ -11,12 +11,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from prelay_worker.config import Role
 from tests.bed.chain import Listener, check_chain, check_stream, expected_chain, stream
+from tests.bed.http import client_of
 from tests.bed.processes import Api, fleet, until, until_ready
 from tests.bed.scripted import ScriptedWorker
 from tests.bed.servers import Server
 from tests.bed.tokenizer import chat, ids_of, words
+
+from prelay_worker.config import Role
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -37,7 +39,7 @@ def body(prompt: list[int], **more: Any) -> dict[str, Any]:
 
 
 async def test_a_completion_streams_the_chain_and_ends_once(api: Api) -> None:
-    async with httpx.AsyncClient(base_url=api.url) as client:
+    async with client_of(api.url) as client:
         found = await stream(client, COMPLETIONS, body([1, 2, 3]))
     check_stream(found, [1, 2, 3], 40)
     assert found.usage is None
@@ -47,14 +49,14 @@ async def test_a_completion_streams_the_chain_and_ends_once(api: Api) -> None:
 
 
 async def test_a_chat_streams_one_role_and_the_chain(api: Api) -> None:
-    async with httpx.AsyncClient(base_url=api.url) as client:
+    async with client_of(api.url) as client:
         found = await stream(client, CHAT, {"model": "null", "messages": chat([4, 5], [6]), "max_tokens": 40})
     check_stream(found, [4, 5, 6], 40, chat=True)
 
 
 async def test_three_choices_share_one_stream_and_each_is_whole(api: Api) -> None:
     options = {"n": 3, "stream_options": {"include_usage": True}}
-    async with httpx.AsyncClient(base_url=api.url) as client:
+    async with client_of(api.url) as client:
         found = await stream(client, COMPLETIONS, body([7, 8], **options))
     check_stream(found, [7, 8], 40, choices=3)
     assert found.usage == {"prompt_tokens": 2, "completion_tokens": 120, "total_tokens": 122}
@@ -63,7 +65,7 @@ async def test_three_choices_share_one_stream_and_each_is_whole(api: Api) -> Non
 
 
 async def test_one_answer_in_a_piece_equals_the_stream(api: Api) -> None:
-    async with httpx.AsyncClient(base_url=api.url) as client:
+    async with client_of(api.url) as client:
         whole = (await client.post(COMPLETIONS, json=body([9, 9], n=2))).json()
         found = await stream(client, COMPLETIONS, body([9, 9], n=2))
     for choice in whole["choices"]:
@@ -75,7 +77,7 @@ async def test_one_answer_in_a_piece_equals_the_stream(api: Api) -> None:
 async def test_a_stop_string_ends_the_text_before_it(api: Api) -> None:
     chain = expected_chain([3, 1], 40)
     stop = words(chain[10:12])
-    async with httpx.AsyncClient(base_url=api.url) as client:
+    async with client_of(api.url) as client:
         found = await stream(client, COMPLETIONS, body([3, 1], stop=[stop]))
         whole = (await client.post(COMPLETIONS, json=body([3, 1], stop=[stop]))).json()
     assert found.choices[0].finishes == ["stop"]
@@ -85,7 +87,7 @@ async def test_a_stop_string_ends_the_text_before_it(api: Api) -> None:
 
 
 async def test_one_token_is_an_answer(api: Api) -> None:
-    async with httpx.AsyncClient(base_url=api.url) as client:
+    async with client_of(api.url) as client:
         found = await stream(client, COMPLETIONS, body([5], max_tokens=1))
     check_stream(found, [5], 1)
 
@@ -96,8 +98,7 @@ async def test_many_streams_at_once_never_mix(api: Api) -> None:
         found = await stream(client, COMPLETIONS, body(prompt, max_tokens=20 + n))
         check_stream(found, prompt, 20 + n)
 
-    limits = httpx.Limits(max_connections=64)
-    async with httpx.AsyncClient(base_url=api.url, limits=limits, timeout=60) as client:
+    async with client_of(api.url) as client:
         await asyncio.gather(*(one(client, n) for n in range(48)))
 
 
@@ -120,9 +121,7 @@ def test_the_official_client_streams_and_asks_unchanged(api: Api) -> None:
     client.close()
 
 
-def test_the_official_client_is_content_with_comments_between_tokens(
-    quiet_api: Api, scripted: ScriptedWorker
-) -> None:
+def test_the_official_client_is_content_with_comments_between_tokens(quiet_api: Api, scripted: ScriptedWorker) -> None:
     client = openai.OpenAI(base_url=f"{quiet_api.url}/v1", api_key="none", max_retries=0)
     answer = client.chat.completions.create(model="null", messages=chat([1]), stream=True)  # type: ignore[call-overload]
     raw = Listener(quiet_api.url, CHAT, {"model": "null", "messages": chat([2])})
