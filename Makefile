@@ -25,9 +25,9 @@ $(VENV)/installed: $(INPUTS)
 	$(INSTALL)
 	@touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
+$(VENV)/installed-dev: $(INPUTS)
 	$(INSTALL) --group dev
-	@touch $@
+	@touch $(VENV)/installed $@
 
 install: $(VENV)/installed ## .venv with Prelay in it
 
