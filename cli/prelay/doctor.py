@@ -19,7 +19,7 @@ from prelay_queue.server import ServerInfo
 from .embedded import EmbeddedServer
 from .errors import CliError
 from .geometry import Geometry
-from .host import check_port, size, this_host
+from .host import SHM, check_port, size, this_host
 from .model import resolve_with_progress
 from .queueserver import inspect_server
 from .redact import redact
@@ -159,9 +159,9 @@ def _port(settings: Settings) -> Check:
     return Check("port", "ok", f"{settings.host}:{settings.port} is free")
 
 
-def _segments() -> Check:
+def _segments(folder: Path = SHM) -> Check:
     """Segments of dead workers: the lock of a live one's is held."""
-    files = segment_files()
+    files = segment_files(folder)
     orphans = [path.name for path in files if _is_free(path)]
     if orphans:
         return Check(
