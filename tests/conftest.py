@@ -13,7 +13,7 @@ from prelay_engine.errors import DemoError
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """The demo model's folder: $PRELAY_TEST_MODEL, or the cache, filled if need be. Without it: skip, but fail in CI."""
+    """Folder of the demo model: $PRELAY_TEST_MODEL, or the cache, filled if need be. Without it skip; in CI fail."""
     if given := os.environ.get("PRELAY_TEST_MODEL"):
         return Path(given)
     try:

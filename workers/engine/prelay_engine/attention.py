@@ -1,11 +1,11 @@
 """Attention over the KV store, done so that a row's bits do not depend on what is computed beside it.
 
-The rules, each needed for that:
+The rules:
 - The query heads that share a key head are folded into the length: [1, kv_head, rows · group, head_dim], padded to
   a multiple of 4 rows, because the kernel sums a remainder of 1 to 3 rows differently.
 - The range of keys is a function of the row's block of POSITION_BLOCK positions only, masked beyond the
   row, and one call never spans two of those blocks.
-- There is always a mask: without one the kernel scales differently.
+- There is always a mask, so that all rows go one way through the kernel.
 Buffers are finite beyond the last position (see `Cursor.read`): a masked NaN would still be a NaN.
 """
 

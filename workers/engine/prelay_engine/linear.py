@@ -72,6 +72,7 @@ class FusedGroup:
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self._kernel = pack(weight, torch.cat(biases) if biases else None)
         self._sizes = [linear.out_features for linear in linears]
+        self.width = sum(self._sizes)
         self._input: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}
 

@@ -63,7 +63,8 @@ def _one(row: Floats, draw: Draw) -> int:
     if sampling.temperature == 0 or sampling.top_k == 1:
         return best
     weights = row - peak
-    weights /= np.float32(max(sampling.temperature, _COLDEST))
+    with np.errstate(over="ignore"):  # far below the peak: -inf, whose weight is 0
+        weights /= np.float32(max(sampling.temperature, _COLDEST))
     np.exp(weights, out=weights)
     point = uniform(sampling.seed, draw.seq)
     if sampling.top_k <= 0 and sampling.top_p >= 1:

@@ -1,0 +1,292 @@
+"""Real architectures, tiny and random: the same logits as transformers' own, the same bits however a text is cut."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from prelay_engine.attention import Span
+from prelay_engine.config import EngineConfig
+from prelay_engine.errors import ConfigError, ModelError
+from prelay_engine.kv import KvStore
+from prelay_engine.model import Model
+
+from .conftest import LoadModel, MakeFolder, contiguous, paged
+
+LENGTH = 150
+IDS = torch.randint(3, 300, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
+
+SERVED: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 90},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 70, "query_pre_attn_scalar": 16},
+    "phi3": {},
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    "olmo2": {},
+    "cohere2": {"sliding_window": 64},
+    "gpt2": {"n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 512},
+}
+
+
+def in_chunks(model: Model, store: KvStore, *cuts: int) -> torch.Tensor:
+    """Logits of every row of IDS, computed up to each cut in turn."""
+    store.open("a", LENGTH, LENGTH)
+    outs, begin = [], 0
+    for cut in (*cuts, LENGTH):
+        outs.append(model.forward(store, [Span("a", begin, cut - begin)], IDS[begin:cut], list(range(cut - begin))))
+        begin = cut
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", SERVED)
+def test_logits_are_transformers_own_and_their_bits_do_not_depend_on_the_cuts(
+    kind: str, dtype: str, tiny_folder: MakeFolder
+) -> None:
+    folder = tiny_folder(kind, **SERVED[kind])
+    model = Model.load(EngineConfig(model=folder, dtype=dtype))  # type: ignore[arg-type]
+    assert model.exact, model.exactness
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=model.geometry.dtype)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([IDS])).logits[0].float()
+
+    whole = in_chunks(model, contiguous(model))
+    spread = float(expected.std())
+    tolerance = 1e-4 * spread if dtype == "float32" else 0.2 * spread
+    torch.testing.assert_close(whole, expected, atol=tolerance, rtol=0)
+    assert torch.equal(whole, in_chunks(model, contiguous(model), 50, 70, 71, 72, 130, 149))
+    assert torch.equal(whole, in_chunks(model, paged(model), 1, 2, 64, 65, 140))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_alone_and_among_others_in_either_store(dtype: str, tiny_model: LoadModel) -> None:
+    model = tiny_model(dtype)
+    lengths = {"a": 149, "b": 3, "c": 64, "d": 77}
+    for make in (contiguous, paged):
+        store, alone = make(model), make(model)
+        for key, length in lengths.items():
+            for each in (store, alone):
+                each.open(key, length + 1, length + 1)
+                model.forward(each, [Span(key, 0, length)], IDS[:length], [])
+        spans = [Span(key, length, 1) for key, length in lengths.items()]
+        # Beside the decoding rows a chunk of another prompt, as a unified worker runs them.
+        store.open("new", 70, 70)
+        tokens = [IDS[length] for length in lengths.values()]
+        together = model.forward(store, [*spans, Span("new", 0, 70)], [*tokens, *IDS[:70]], [0, 1, 2, 3])
+        for row, span in enumerate(spans):
+            single = model.forward(alone, [span], [IDS[span.start]], [0])
+            assert torch.equal(single[0], together[row])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma2": ({}, "soft-capped attention scores"),
+    "gpt_oss": ({"num_local_experts": 4}, "attention sinks"),
+    "mamba": ({}, "do not use attention that can be paged"),
+    "llama4_text": (
+        {"attention_chunk_size": 64, "num_local_experts": 2, "intermediate_size_mlp": 64},
+        "neither causal nor a sliding window",
+    ),
+    "deepseek_v3": (
+        {
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "first_k_dense_replace": 3,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        "latent attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_we_would_compute_wrongly_is_refused_with_the_reason(kind: str, tiny_folder: MakeFolder) -> None:
+    changes, reason = REFUSED[kind]
+    with pytest.raises(ModelError, match=reason):
+        Model.load(EngineConfig(model=tiny_folder(kind, **changes)))
+
+
+def test_experts_are_served_but_nothing_exact_is_promised(tiny_folder: MakeFolder) -> None:
+    model = Model.load(EngineConfig(model=tiny_folder("mixtral", num_local_experts=4), dtype="float32"))
+    assert not model.exact
+    assert "Experts" in model.exactness
+
+
+# Broken and missing folders
+
+
+def rewritten(folder: Path, target: Path, **changes: Any) -> Path:
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        Model.load(EngineConfig(model=path, dtype="float32"))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_no_such_path_and_no_such_kind_of_file_are_told_apart(tmp_path: Path) -> None:
+    assert "there is no model at" in refusal(tmp_path / "absent")
+    assert "no config.json" in refusal(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    assert "neither a model folder nor a .gguf file" in refusal(tmp_path / "notes.txt")
+
+
+def test_a_folder_without_weights_or_with_broken_files_is_refused(tiny_folder: MakeFolder, tmp_path: Path) -> None:
+    good = tiny_folder("llama")
+    empty = rewritten(good, tmp_path / "empty")
+    (empty / "model.safetensors").unlink()
+    assert "cannot load" in refusal(empty)
+
+    cut = rewritten(good, tmp_path / "cut")
+    whole = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "cannot load" in refusal(cut)
+
+    garbled = rewritten(good, tmp_path / "garbled")
+    (garbled / "config.json").write_text("{")
+    assert "cannot load" in refusal(garbled)
+
+    unknown = rewritten(good, tmp_path / "unknown", model_type="perceptron9000")
+    assert "perceptron9000" in refusal(unknown)
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_not_filled_with_random_numbers(
+    tiny_folder: MakeFolder, tmp_path: Path
+) -> None:
+    folder = rewritten(tiny_folder("llama"), tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "lacks 1 weights, first model.layers.1.mlp.up_proj.weight" in refusal(folder)
+
+
+def test_a_gguf_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"not a model")
+    assert "cannot load" in refusal(tmp_path / "m.gguf")
+
+
+def test_code_that_comes_with_a_model_is_never_run(tiny_folder: MakeFolder, tmp_path: Path) -> None:
+    folder = rewritten(
+        tiny_folder("llama"),
+        tmp_path / "m",
+        model_type="own",
+        auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"},
+    )
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    refusal(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_quantised_and_encoder_decoder_checkpoints_are_refused_by_their_configuration(
+    tiny_folder: MakeFolder, tmp_path: Path
+) -> None:
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert "quantised" in refusal(rewritten(tiny_folder("llama"), tmp_path / "q", **quantised))
+    assert "encoder-decoder" in refusal(rewritten(tiny_folder("llama"), tmp_path / "t5", model_type="t5"))
+
+
+# What the rest must know
+
+
+def test_the_context_can_be_shortened_but_not_stretched(tiny_folder: MakeFolder) -> None:
+    folder = tiny_folder("llama")
+    assert Model.load(EngineConfig(model=folder, max_model_len=100, dtype="float32")).context_len == 100
+    with pytest.raises(ConfigError, match="max_model_len must be at most the model's 512, not 513"):
+        Model.load(EngineConfig(model=folder, max_model_len=513))
+
+
+def test_all_ids_that_end_a_text_are_known(tiny_folder: MakeFolder, tmp_path: Path) -> None:
+    folder = rewritten(tiny_folder("llama"), tmp_path / "m", eos_token_id=2)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert Model.load(EngineConfig(model=folder, dtype="float32")).eos_ids == {2, 7, 9}
+
+
+def test_the_layout_hash_follows_what_blocks_mean(tiny_folder: MakeFolder, tiny_model: LoadModel) -> None:
+    model = tiny_model("float32")
+    again = Model.load(EngineConfig(model=tiny_folder("llama"), dtype="float32"))
+    hotter = Model.load(
+        EngineConfig(model=tiny_folder("llama", rope_parameters={"rope_type": "default", "rope_theta": 5.0}))
+    )
+    assert model.layout_hash(16) == again.layout_hash(16)
+    different = {model.layout_hash(16), model.layout_hash(32), tiny_model("bfloat16").layout_hash(16)}
+    assert len(different | {hotter.layout_hash(16)}) == 4
+
+
+def test_the_numerics_hash_follows_dtype_threads_and_exactness(tiny_model: LoadModel) -> None:
+    model = tiny_model("float32")
+    before = model.numerics_hash()
+    assert before == model.numerics_hash() != tiny_model("bfloat16").numerics_hash()
+    model.threads = 2
+    with_threads = model.numerics_hash()
+    model.threads, model.exact = 1, False
+    inexact = model.numerics_hash()
+    model.exact = True
+    assert len({before, with_threads, inexact}) == 3
+
+
+# RoPE that follows the longest position of a batch
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "long_factor": [3.0] * 4,
+    "short_factor": [1.0] * 4,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 100,
+}
+
+
+def test_longrope_is_pinned_so_that_a_row_does_not_depend_on_how_far_its_batch_reaches(
+    tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_folder("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=100)
+
+    def cuts_matter() -> bool:
+        model = Model.load(EngineConfig(model=folder, dtype="float32"))
+        # In one go the batch reaches position 149, in chunks it is below 100 at first.
+        return not torch.equal(in_chunks(model, contiguous(model)), in_chunks(model, contiguous(model), 40, 90))
+
+    assert not cuts_matter()
+    monkeypatch.setattr("prelay_engine.loading._pin_rope", lambda *_: None)
+    assert cuts_matter(), "this test no longer tests anything"
+
+
+def test_dynamic_rope_is_pinned_too(tiny_folder: MakeFolder) -> None:
+    model = Model.load(EngineConfig(model=tiny_folder("llama", rope_parameters=DYNAMIC), dtype="float32"))
+    assert model.net.model.rotary_emb.rope_type == "default"
+
+
+def test_pinned_longrope_uses_the_factors_of_the_context_that_is_served(tiny_folder: MakeFolder) -> None:
+    folder = tiny_folder("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=100)
+    long = Model.load(EngineConfig(model=folder, dtype="float32"))
+    short = Model.load(EngineConfig(model=folder, dtype="float32", max_model_len=100))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([IDS])).logits[0]
+        expected_short = theirs(torch.tensor([IDS[:90]])).logits[0]
+    torch.testing.assert_close(in_chunks(long, contiguous(long)), expected, atol=1e-3, rtol=0)
+    store = contiguous(short)
+    store.open("a", 90, 90)
+    ours = short.forward(store, [Span("a", 0, 90)], IDS[:90], list(range(90)))
+    torch.testing.assert_close(ours, expected_short, atol=1e-3, rtol=0)
+    assert long.layout_hash(16) != short.layout_hash(16)
