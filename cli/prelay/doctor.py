@@ -125,11 +125,11 @@ async def _try_embedded() -> tuple[ServerInfo, str]:
             supervisor = Supervisor(lambda _name, _line: None)
             keeper = supervisor.keep(server.spec())
             try:
-                await server.wait_ready(lambda: keeper.child, lambda _: None)
+                await supervisor.or_failure(server.wait_ready(lambda: keeper.child, lambda _: None))
                 return await asyncio.to_thread(inspect_server, server.url), f"private, {server.binary.path}"
             finally:
                 await supervisor.stop(["server"])
-                supervisor.failure.cancel()
+                supervisor.close()
                 server.close()
         finally:
             state.close()

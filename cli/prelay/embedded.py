@@ -134,14 +134,17 @@ class EmbeddedServer:
         """
         begun = time.monotonic()
         while True:
-            state = await asyncio.to_thread(self._ping)
+            process = child()
+            # Before ours is started, whoever answers is an orphan that is about to end.
+            state = await asyncio.to_thread(self._ping) if process is not None else "silent"
             if state == "ready":
                 return
             if state == "loading":
                 begun = time.monotonic()
                 tell("server: loading its data")
-            process = child()
-            if process is not None and process.returncode is not None:
+            if process is None:
+                begun = time.monotonic()  # `_take_lock` has a limit of its own
+            elif process.returncode is not None:
                 raise ServerError(f"{self.binary} ended at once: {self.last_words()}")
             if time.monotonic() - begun > ANSWER_S:
                 raise ServerError(f"{self.binary} does not answer after {ANSWER_S:g} s: {self.last_words()}")

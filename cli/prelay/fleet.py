@@ -187,9 +187,6 @@ class Fleet:
         await supervisor.stop([name for name, _ in self.plan.workers()])
         await supervisor.stop(["server"])
         await asyncio.to_thread(sweep_segments)
-        if not supervisor.failure.done():
-            supervisor.failure.cancel()
-        else:
-            supervisor.failure.exception()  # seen: without this asyncio reports it as lost
+        supervisor.close()
         if supervisor.keepers:
             self.report.say("stopped")

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
+from typing import Any
 
 from .child import Child, ChildSpec, Sink
 from .errors import ChildFailed, CliError
@@ -54,6 +55,23 @@ class Supervisor:
         for keeper in keepers:
             keeper.unwanted.set()
         await asyncio.gather(*(keeper.task for keeper in keepers if keeper.task))
+
+    async def or_failure(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`; when a child is given up first, cancel it and raise why."""
+        doing = asyncio.create_task(work)
+        try:
+            await asyncio.wait({doing, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                self.failure.result()
+            doing.result()
+        finally:
+            doing.cancel()
+            await asyncio.gather(doing, return_exceptions=True)
+
+    def close(self) -> None:
+        """After the last stop: a failure that nobody asked for is not reported as lost."""
+        if not self.failure.cancel() and not self.failure.cancelled():
+            self.failure.exception()
 
     async def _keep(self, keeper: Keeper) -> None:
         try:

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -50,14 +51,11 @@ async def running(folder: Path, memory: int = MEMORY) -> AsyncIterator[EmbeddedS
         supervisor = Supervisor(lambda _name, _line: None)
         keeper = supervisor.keep(server.spec())
         try:
-            await server.wait_ready(lambda: keeper.child, lambda _: None)
+            await supervisor.or_failure(server.wait_ready(lambda: keeper.child, lambda _: None))
             yield server
         finally:
             await supervisor.stop(["server"])
-            if supervisor.failure.done():
-                supervisor.failure.exception()
-            else:
-                supervisor.failure.cancel()
+            supervisor.close()
             server.close()
     finally:
         state.close()
@@ -150,6 +148,14 @@ async def test_after_its_owner_is_killed_it_ends_and_the_next_one_has_its_data(t
             assert client.get("a") == b"1"
 
 
+async def test_an_orphan_is_never_taken_for_the_new_server(tmp_path: Path) -> None:
+    orphan = orphan_of(tmp_path, suspended=True)
+    threading.Timer(1.0, orphan.resume).start()
+    async with running(tmp_path) as server:
+        assert is_gone(orphan)
+        assert _pid(server) != orphan.pid
+
+
 async def test_an_orphan_that_cannot_end_keeps_the_next_one_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,13 +205,13 @@ async def test_a_server_that_loads_its_data_is_waited_for(
     supervisor = Supervisor(lambda _name, _line: None)
     keeper = supervisor.keep(server.spec())
     try:
-        await server.wait_ready(lambda: keeper.child, told.append)
+        await supervisor.or_failure(server.wait_ready(lambda: keeper.child, told.append))
         assert "server: loading its data" in told
         with client_of(server) as client:
             assert client.dbsize() == 20_000
     finally:
         await supervisor.stop(["server"])
-        supervisor.failure.cancel()
+        supervisor.close()
         server.close()
         state.close()
 

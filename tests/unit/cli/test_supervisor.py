@@ -60,10 +60,7 @@ async def supervisor(lines: Lines) -> AsyncIterator[Supervisor]:
     yield found
     found.hurry.set()
     await found.stop(list(found.keepers))
-    if found.failure.done():
-        found.failure.exception()
-    else:
-        found.failure.cancel()
+    found.close()
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
