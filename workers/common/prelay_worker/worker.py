@@ -323,10 +323,13 @@ class Worker(ABC):
 
     def _on_exported(self, key: str) -> None:
         attempt = self.attempts.get(key)
-        if attempt is not None:
-            attempt.exported = True
-            if attempt.released:
-                self._free(attempt)
+        if attempt is None:  # stopped while the answer travelled: nothing is held here any more
+            job, _, epoch = key.rpartition("@")
+            self.leases.drop(job, int(epoch))
+            return
+        attempt.exported = True
+        if attempt.released:
+            self._free(attempt)
 
     def _on_evict(self, job: str, epoch: int) -> None:
         for attempt in list(self.attempts.values()):
