@@ -1,0 +1,64 @@
+"""One null worker as a process: its configuration is one JSON argument. Imports no more than a worker needs.
+
+python -m tests.faults.child '{"role": "decode", …}'
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from prelay_queue import failpoints
+from prelay_queue.settings import QueueSettings, QueueTimes
+from prelay_worker.config import NullModel, Role, WorkerConfig
+
+_PR_SET_PDEATHSIG = 1
+
+
+def encode(config: WorkerConfig) -> str:
+    return orjson.dumps(asdict(config), default=str).decode()
+
+
+def decode(raw: str) -> WorkerConfig:
+    data: dict[str, Any] = orjson.loads(raw)
+    queue, null, model = data.pop("queue"), data.pop("null"), data.pop("model")
+    return WorkerConfig(
+        **{**data, "role": Role(data["role"])},
+        queue=QueueSettings(**{**queue, "times": QueueTimes(**queue["times"])}),
+        null=NullModel(**{**null, "eos_ids": tuple(null["eos_ids"])}),
+        model=Path(model) if model else None,
+    )
+
+
+def serve(raw: str) -> int:
+    config = decode(raw)
+    return int(import_module(f"prelay_{config.role}.main").run(config))
+
+
+def serve_forked(raw: str, faults: str, log: str) -> None:
+    """Serve in a child of a fork server, which has imported everything: a worker then starts in milliseconds."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    failpoints.arm(faults)
+    code = 1
+    try:
+        code = serve(raw)
+    finally:
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)  # as the end of a process; the fork server's own clean-up is not ours
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[1]))

@@ -1,0 +1,327 @@
+"""A fleet of null workers in real processes, with a supervisor, clients that check every token, and no API."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+from tests.bed.processes import ROOT, until
+from tests.bed.servers import Server
+from tests.faults.child import encode, serve_forked
+
+from prelay_queue.client import SyncQueue
+from prelay_queue.errors import QueueUnavailable
+from prelay_queue.events import LogView
+from prelay_queue.job import JobSpec, Priority, Sampling
+from prelay_queue.log import read_log_sync
+from prelay_queue.scripts import NewJob, text
+from prelay_queue.settings import QueueSettings, QueueTimes
+from prelay_worker.config import NullModel, Role, WorkerConfig
+from prelay_worker.null import null_token
+
+#: A second and a half where the product waits ten, and the rest in proportion.
+TIMES = QueueTimes(
+    lease_ms=1_500, renew_ms=400, heartbeat_ms=200, worker_ttl_ms=2_000, pending_idle_ms=600, preempt_grace_ms=300,
+    queued_check_ms=500, sweep_ms=200,
+)  # fmt: skip
+#: A frozen worker is continued after this long: its leases have ended and its jobs run elsewhere.
+THAW_S = TIMES.lease_ms / 1000 + 0.7
+NULL = NullModel(step_ms=2)
+
+_fork = multiprocessing.get_context("forkserver")
+_fork.set_forkserver_preload(["tests.faults.child", "prelay_prefill.main", "prelay_decode.main", "prelay_unified.main"])
+
+
+class WorkerProcess:
+    """One worker process and what it says."""
+
+    def __init__(self, config: WorkerConfig, faults: str, folder: Path) -> None:
+        self.config = config
+        self.frozen_at: float | None = None
+        self.log_path = folder / f"{config.role}-{next(_numbers)}.log"
+        self._process = _fork.Process(target=serve_forked, args=(encode(config), faults, str(self.log_path)))
+        self._process.start()
+
+    def __repr__(self) -> str:
+        return f"WorkerProcess({self.config.role}, pid={self.pid}, code={self.code})"
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text() if self.log_path.exists() else ""
+
+    @property
+    def id(self) -> str:
+        """The incarnation, "" before it is ready."""
+        found = re.search(r"worker (\S+) is ready", self.log)
+        return found[1] if found else ""
+
+    @property
+    def frozen(self) -> bool:
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
+
+    def send(self, number: int) -> None:
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        self._process.join(10)
+
+    def stop(self, timeout_s: float = 15) -> int | None:
+        """SIGTERM, wait, and return the exit code; one that stays is killed, and None is returned."""
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGTERM)
+        self._process.join(timeout_s)
+        if self.code is None:
+            self.kill()
+            return None
+        return self.code
+
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Client:
+    """One job as its client sees it: what was delivered can never be taken back."""
+
+    job: NewJob
+    delivered: tuple[int, ...] = ()
+
+    @property
+    def id(self) -> str:
+        return self.job.spec.id
+
+    @property
+    def token(self) -> str:
+        return self.job.attachment
+
+
+@dataclass
+class NullFleet:
+    """Workers on one fleet name. `tend` is the supervisor: the dead are started again, the frozen continued."""
+
+    server: Server
+    folder: Path
+    null: NullModel = NULL
+    times: QueueTimes = TIMES
+    url: str = ""  # another way to the server than its socket
+    workers: list[WorkerProcess] = field(default_factory=list)
+    ended: list[WorkerProcess] = field(default_factory=list)
+    clients: list[Client] = field(default_factory=list)
+    nudge: Callable[[], None] = lambda: None  # done again and again while jobs run
+    relay: bool = True  # clients answer preempts with what they delivered
+    chance: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def __post_init__(self) -> None:
+        self.settings: QueueSettings = self.server.settings(times=self.times)
+        self.queue = SyncQueue(self.settings)
+        self.keys = self.queue.keys
+        self.redis = self.queue.redis
+
+    # Processes.
+
+    def start(self, role: Role, faults: str = "", blocks: int = 64, **changes: Any) -> WorkerProcess:
+        settings = replace(self.settings, url=self.url) if self.url else self.settings
+        config = WorkerConfig(role, settings, None, kv_blocks=blocks, block_size=4, null=self.null)
+        worker = WorkerProcess(replace(config, **changes), faults, self.folder)
+        self.workers.append(worker)
+        return worker
+
+    def until_ready(self) -> None:
+        until(lambda: len(self.status()) == len(self.workers) and all(worker.id for worker in self.workers), 20)
+
+    def tend(self) -> None:
+        for i, worker in enumerate(self.workers):
+            if worker.code is not None:
+                self.ended.append(worker)
+                self.workers[i] = WorkerProcess(worker.config, "", self.folder)
+            elif worker.frozen:
+                worker.frozen_at = worker.frozen_at or time.monotonic()
+                if time.monotonic() - worker.frozen_at > THAW_S:
+                    worker.send(signal.SIGCONT)
+            else:
+                worker.frozen_at = None
+
+    def status(self) -> list[dict[str, Any]]:
+        """The heartbeats of the workers that run now."""
+        pids = {worker.pid for worker in self.workers if worker.code is None}
+        names = self.redis.zrange(self.keys.workers, 0, -1)
+        found = [self.redis.get(self.keys.worker(text(name))) for name in names]
+        beats = [orjson.loads(raw) for raw in found if raw is not None]
+        return [beat for beat in beats if beat["pid"] in pids]
+
+    def now_ms(self) -> int:
+        seconds, micros = self.redis.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    # Clients.
+
+    def submit(self, count: int = 6, prompt: int = 6, max_tokens: int = 24, **changes: Any) -> list[Client]:
+        """Submit jobs with prompts of their own and a client on each."""
+        clients = []
+        for _ in range(count):
+            n = len(self.clients) + len(clients)
+            spec = JobSpec(f"r{n}/0", tuple(range(n, n + prompt)), Sampling(max_tokens, ignore_eos=True))
+            clients.append(Client(NewJob(replace(spec, **changes), f"api:t#{n}")))
+        self.queue.run(self.queue.scripts.submit([client.job for client in clients]))
+        self.clients.extend(clients)
+        return clients
+
+    def view(self, client: Client) -> LogView:
+        found = read_log_sync(self.queue, client.id)
+        assert found is not None, f"{client.id} is gone"
+        return found
+
+    def until_done(self, timeout_s: float = 40, clients: Sequence[Client] | None = None) -> None:
+        """Supervise, and relay, until every job has ended."""
+        waiting = list(self.clients if clients is None else clients)
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            self.tend()
+            self.nudge()
+            try:
+                waiting = [client for client in waiting if not self._relay(client)]
+            except QueueUnavailable:
+                pass  # the server is away; it comes back
+            assert time.monotonic() < deadline, f"not done: {[(c.id, self.view(c)) for c in waiting]}\n{self.logs()}"
+            time.sleep(0.05)
+
+    def _relay(self, client: Client) -> bool:
+        """Deliver some of what stands, answer a preempt; True when the job is over."""
+        view = self.view(client)
+        kept = view.ids[: len(client.delivered)]
+        assert kept == client.delivered, f"{client.id} contradicts what was delivered: {kept} {client.delivered}"
+        if view.state == "preempted":
+            if self.relay and self.chance.random() < 0.7:  # or leave it to the sweep
+                resume = len(client.delivered)
+                self.queue.run(self.queue.scripts.requeue(client.id, view.epoch, resume, client.token))
+        elif self.chance.random() < 0.5:
+            client.delivered = view.ids[: self.chance.randint(len(client.delivered), len(view.ids))]
+        return view.state == "done"
+
+    # What must hold in the end.
+
+    def check_answers(self) -> None:
+        for client in self.clients:
+            self.check_answer(client)
+
+    def check_answer(self, client: Client, reason: str = "length") -> None:
+        """One end, and each token the right one for what stands before it (and for its epoch, in divergent mode)."""
+        spec, view = client.job.spec, self.view(client)
+        entries: Any = self.redis.xrange(self.keys.log(client.id))
+        assert (view.state, view.reason, view.error) == ("done", reason, ""), (client.id, view)
+        assert [b"f" in data for _, data in entries] == [False] * len(view.ids) + [True]
+        assert len(view.ids) == spec.sampling.max_tokens or reason != "length"
+        for seq, (entry, data) in enumerate(entries[:-1]):
+            epoch, _, place = text(entry).partition("-")
+            assert int(place) == seq
+            salt = int(epoch) if self.null.divergent else None
+            right = null_token((*spec.prompt_ids, *view.ids[:seq]), salt, self.null.vocab_size)
+            assert int(data[b"t"]) == right, f"{client.id}: token {seq} of epoch {epoch} is wrong"
+        assert view.ids[: len(client.delivered)] == client.delivered
+
+    def until_free(self, timeout_s: float = 15) -> None:
+        """Wait until every pool is whole again, with no new traffic. Nothing may ever be orphaned."""
+        since = self.now_ms()
+
+        def free() -> bool:
+            self.tend()
+            beats = [beat for beat in self.status() if beat["t"] > since]
+            assert all(beat["kv"]["orphaned"] == 0 for beat in beats)
+            idle = [b for b in beats if b["kv"]["free"] == b["kv"]["total"] and b["running"] == b["waiting"] == 0]
+            return len(idle) == len(self.workers)
+
+        try:
+            until(free, timeout_s)
+        except AssertionError:
+            raise AssertionError(f"pools are not free: {self.status()}\n{self.logs()}") from None
+
+    def check_nothing_left(self) -> None:
+        """Stop the workers: they end well, and Redis holds the retained jobs and empty work streams only."""
+        for worker in self.workers:
+            worker.send(signal.SIGTERM)
+        codes = [worker.stop() for worker in self.workers]
+        assert codes == [0] * len(codes), f"{codes}\n{self.logs()}"
+        dead = {worker.id for worker in self.ended}
+        for raw in self.redis.keys(f"{self.keys.prefix}*"):
+            key = text(raw).removeprefix(self.keys.prefix)
+            kind, _, rest = key.partition(":")
+            if kind == "work":
+                assert self.redis.xlen(raw) == 0, key
+                assert all(group["pending"] == 0 for group in self.redis.xinfo_groups(raw)), key
+            elif kind in ("job", "log"):
+                assert self.redis.pttl(raw) > 0, key
+            elif kind in ("worker", "ctl"):  # of one that was killed: they go by themselves
+                assert rest in dead, key
+                assert self.redis.pttl(raw) > 0, key
+            elif kind == "workers":
+                assert {text(name) for name in self.redis.zrange(raw, 0, -1)} <= dead
+            else:
+                assert kind in ("domains", "dead"), key
+
+    def finish(self, timeout_s: float = 40) -> None:
+        """Wait for all jobs and check everything."""
+        self.until_done(timeout_s)
+        self.check_answers()
+        self.until_free()
+        self.check_nothing_left()
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {worker!r}\n{worker.log[-3000:]}" for worker in (*self.ended, *self.workers))
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+        self.redis.delete(*self.redis.keys(f"{self.keys.prefix}*"), "none")
+        self.queue.close()
+
+
+@contextmanager
+def null_fleet(server: Server, **options: Any) -> Iterator[NullFleet]:
+    """A fleet that leaves no process and no key."""
+    with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
+        fleet = NullFleet(server, Path(folder), **options)
+        try:
+            yield fleet
+        finally:
+            fleet.close()
+
+
+def start_exec(config: WorkerConfig, faults: str = "") -> subprocess.Popen[bytes]:
+    """Start a worker as the product does, by exec."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.child", encode(config)],
+        cwd=ROOT,
+        env={**os.environ, "PRELAY_FAULTS": faults},
+    )
+
+
+__all__ = ["NULL", "THAW_S", "TIMES", "Client", "NullFleet", "Priority", "WorkerProcess", "null_fleet", "start_exec"]
