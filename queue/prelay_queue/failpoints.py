@@ -12,6 +12,7 @@ again, as a client does whose connection broke after the request went out.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ import time
 from dataclasses import dataclass
 
 from .errors import QueueUnavailable
+
+log = logging.getLogger("prelay.failpoints")
 
 _ACTIONS = ("die", "stop", "pause", "cut", "lost")
 _FAULT = re.compile(rf"([\w.]+)=({'|'.join(_ACTIONS)})(?::(\d+(?:\.\d+)?))?(?:@(\*|[1-9]\d*))?")
@@ -76,6 +79,7 @@ def _due(point: str) -> Fault | None:
 
 
 def _strike(fault: Fault, point: str) -> None:
+    log.warning("failpoint %s: %s", point, fault.action)  # a test asserts that its fault did happen
     if fault.action == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.action == "stop":
@@ -103,4 +107,7 @@ async def ahit(point: str) -> None:
 def loses_reply(script: str) -> bool:
     """True when this answer of `script` is to be thrown away."""
     fault = _due(script)
-    return fault is not None and fault.action == "lost"
+    if fault is None or fault.action != "lost":
+        return False
+    log.warning("failpoint %s: lost", script)
+    return True
