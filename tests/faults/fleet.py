@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -11,9 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ TIMES = QueueTimes(
 THAW_S = TIMES.lease_ms / 1000 + 0.7
 NULL = NullModel(step_ms=2)
 
+#: Starting a process polls all others of this interpreter: with fleets in several threads an exit code would be lost.
+_lock = threading.RLock()
 _fork = multiprocessing.get_context("forkserver")
 _fork.set_forkserver_preload(["tests.faults.child", "prelay_prefill.main", "prelay_decode.main", "prelay_unified.main"])
 
@@ -55,7 +58,8 @@ class WorkerProcess:
         self.frozen_at: float | None = None
         self.log_path = folder / f"{config.role}-{next(_numbers)}.log"
         self._process = _fork.Process(target=serve_forked, args=(encode(config), faults, str(self.log_path)))
-        self._process.start()
+        with _lock:
+            self._process.start()
 
     def __repr__(self) -> str:
         return f"WorkerProcess({self.config.role}, pid={self.pid}, code={self.code})"
@@ -67,7 +71,8 @@ class WorkerProcess:
 
     @property
     def code(self) -> int | None:
-        return self._process.exitcode
+        with _lock:
+            return self._process.exitcode
 
     @property
     def log(self) -> str:
@@ -90,16 +95,26 @@ class WorkerProcess:
         if self.code is None:
             os.kill(self.pid, number)
 
+    def struck(self, point: str) -> bool:
+        """Did the fault at this point happen?"""
+        return f"failpoint {point}: " in self.log
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False when it does not come."""
+        deadline = time.monotonic() + timeout_s
+        while self.code is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.code is not None
+
     def kill(self) -> None:
         self.send(signal.SIGKILL)
-        self._process.join(10)
+        assert self.wait(10)
 
     def stop(self, timeout_s: float = 15) -> int | None:
         """SIGTERM, wait, and return the exit code; one that stays is killed, and None is returned."""
         self.send(signal.SIGCONT)
         self.send(signal.SIGTERM)
-        self._process.join(timeout_s)
-        if self.code is None:
+        if not self.wait(timeout_s):
             self.kill()
             return None
         return self.code
@@ -207,10 +222,8 @@ class NullFleet:
         while waiting:
             self.tend()
             self.nudge()
-            try:
+            with contextlib.suppress(QueueUnavailable):  # the server is away; it comes back
                 waiting = [client for client in waiting if not self._relay(client)]
-            except QueueUnavailable:
-                pass  # the server is away; it comes back
             assert time.monotonic() < deadline, f"not done: {[(c.id, self.view(c)) for c in waiting]}\n{self.logs()}"
             time.sleep(0.05)
 
@@ -304,7 +317,7 @@ class NullFleet:
         self.queue.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def null_fleet(server: Server, **options: Any) -> Iterator[NullFleet]:
     """A fleet that leaves no process and no key."""
     with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
