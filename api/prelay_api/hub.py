@@ -9,11 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
-import re
-import secrets
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -24,6 +20,7 @@ from redis.exceptions import RedisError
 from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import BadMessageError
 from prelay_queue.events import decode_live
+from prelay_queue.identity import incarnation
 from prelay_queue.scripts import text
 
 from .contact import Contact
@@ -44,12 +41,6 @@ HEARTBEAT_S = 5.0
 READ_COUNT = 256
 
 
-def api_id() -> str:
-    """Return host:pid:random, free of the characters that separate fields in Redis."""
-    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
-    return f"{host}:{os.getpid()}:{secrets.token_hex(4)}"
-
-
 def _groups(items: Sequence[Subscription], size: int) -> Iterator[list[Subscription]]:
     rest = iter(items)
     while group := list(islice(rest, size)):
@@ -61,7 +52,7 @@ class Hub:
 
     def __init__(self, queue: AsyncQueue) -> None:
         self.queue = queue
-        self.id = api_id()
+        self.id = incarnation()
         self.contact = Contact()
         self.logs = asyncio.Semaphore(LOGS_AT_ONCE)
         self._key = queue.keys.live(self.id)

@@ -31,7 +31,8 @@ class ChildSpec:
     """What to run. `stop_s` is the time between SIGTERM and SIGKILL at an ordered stop, in seconds.
 
     `death_signal` is what it gets when the supervisor dies. `before_start` is awaited before each start, also a
-    restart; a CliError from it ends the supervisor. `pass_fds` are inherited. `last_words` says what a log of
+    restart; a CliError from it ends the supervisor. `after_death` is awaited with the pid when it ended by
+    itself. `pass_fds` are inherited. `last_words` says what a log of
     its own tells about a failure.
     """
 
@@ -43,6 +44,7 @@ class ChildSpec:
     pass_fds: tuple[int, ...] = ()
     before_start: Callable[[], Coroutine[Any, Any, None]] | None = None
     last_words: Callable[[], str] | None = None
+    after_death: Callable[[int], Coroutine[Any, Any, None]] | None = None
 
 
 class Child:

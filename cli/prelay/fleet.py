@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prelay_queue.settings import QueueSettings
+from prelay_text.fingerprint import fingerprint
+
 from .child import ChildSpec
 from .embedded import EmbeddedServer
 from .errors import CliError
 from .options import OPTIONS
-from .queueserver import inspect_server
+from .queueserver import disown, inspect_server
 from .readiness import Readiness, base_url
 from .redact import redact
 from .report import Report
@@ -74,7 +77,12 @@ class Plan:
         # -P: a file of the working directory must not stand in for a module.
         command = (sys.executable, "-P", "-m", "prelay", role)
         before = _sweep_first if role == "prefill" else None
-        return ChildSpec(name, command, self.environment(threads), stop_s, before_start=before)
+        after = None if role == "api" else self._disown
+        return ChildSpec(name, command, self.environment(threads), stop_s, before_start=before, after_death=after)
+
+    async def _disown(self, pid: int) -> None:
+        """A worker that its parent saw end needs no lease to run out before its jobs go on elsewhere."""
+        await asyncio.to_thread(disown, QueueSettings(self.url, fingerprint(self.folder)), pid)
 
 
 async def _sweep_first() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
+from prelay_queue.identity import process_prefix
 from prelay_queue.server import ServerInfo, inspect, load_scripts
 from prelay_queue.settings import QueueSettings
 
 from .errors import ServerError
 from .redact import redact
+
+log = logging.getLogger("prelay.serve")
 
 
 def inspect_server(url: str) -> ServerInfo:
@@ -30,3 +35,14 @@ def inspect_server(url: str) -> ServerInfo:
     finally:
         queue.close()
     return info
+
+
+def disown(settings: QueueSettings, pid: int) -> None:
+    """End the leases of a worker of this host whose process is known to have ended. Says what fails; never raises."""
+    queue = SyncQueue(settings)
+    try:
+        queue.run(queue.scripts.disown(process_prefix(pid)))
+    except QueueError as error:
+        log.warning("the leases of process %d end by time: %s", pid, error)
+    finally:
+        queue.close()

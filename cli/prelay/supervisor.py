@@ -83,7 +83,7 @@ class Supervisor:
             self._fail(ChildFailed(f"{keeper.spec.name} cannot be started: {error}"))
 
     async def _run_once(self, keeper: Keeper) -> None:
-        """1 prepare, 2 start, 3 wait for its end, 4 judge, 5 wait before the next try. Ends it when unwanted."""
+        """1 prepare, 2 start, 3 wait for its end, 4 tell and judge, 5 wait and try again. Ends it when unwanted."""
         spec = keeper.spec
         if spec.before_start is not None and not await _unless(keeper.unwanted, spec.before_start()):
             return
@@ -93,6 +93,8 @@ class Supervisor:
             await self._end(child)
             return
         code = await child.wait()
+        if spec.after_death is not None:
+            await _unless(keeper.unwanted, spec.after_death(child.pid))
         decision = keeper.policy.on_exit(time.monotonic() - begun, code, self.started_up)
         if isinstance(decision, GiveUp):
             words = f": {spec.last_words()}" if spec.last_words else ""

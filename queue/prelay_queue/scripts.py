@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 NAMES = (
     "submit", "claim", "handoff", "adopt", "emit", "preempt", "requeue", "renew", "finish", "cancel", "reap",
-    "beat", "tidy",
+    "beat", "tidy", "disown",
 )  # fmt: skip
 
 
@@ -232,6 +232,10 @@ class Scripts:
         """Say that a worker lives and how it stands: the server's time in ms, which is in the heartbeat too."""
         assert status, "the script adds a field to it"
         return self._call("beat", int, worker, orjson.dumps(status), ttl_ms)
+
+    def disown(self, prefix: str) -> Call[int]:
+        """End the leases of workers that are known to be dead, by the beginning of their incarnation: how many."""
+        return self._call("disown", int, prefix)
 
     def tidy(self) -> Call[int]:
         """Remove the consumers of workers that are gone: how many."""

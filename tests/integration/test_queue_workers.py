@@ -94,3 +94,25 @@ def test_tidying_survives_streams_that_do_not_exist(desk: Desk) -> None:
     desk.redis.delete(*desk.keys.work("prefill"))
     desk.redis.sadd(desk.keys.domains, "never-seen")
     assert desk.run(desk.scripts.tidy()) == 0
+
+
+def test_the_leases_of_a_worker_known_to_be_dead_end_at_once(desk: Desk) -> None:
+    desk.submit(new_job("mine/0"))
+    desk.claim(P1)
+    desk.submit(new_job("other/0"))
+    desk.claim(P2)
+    for worker in (P1, P2):
+        desk.run(desk.scripts.beat(worker, {"id": worker}, TTL_MS))
+
+    assert desk.run(desk.scripts.disown(P1.rpartition(":")[0] + ":")) == 1
+
+    assert desk.redis.get(desk.keys.worker(P1)) is None
+    assert desk.redis.get(desk.keys.worker(P2)) is not None
+    swept = desk.reap()
+    assert swept.reaped == ("mine/0",)
+
+
+def test_a_beginning_that_is_empty_disowns_nobody(desk: Desk) -> None:
+    desk.submit()
+    desk.claim(P1)
+    assert desk.run(desk.scripts.disown("")) == 0

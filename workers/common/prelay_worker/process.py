@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
+from prelay_queue.identity import incarnation
 from prelay_queue.job import Claim
 from prelay_queue.server import inspect, load_scripts
 
 from .backend import Backend
 from .config import WorkerConfig
 from .errors import StartupError
-from .identity import incarnation
 from .null import null_backend
 from .worker import MatcherFactory, Worker
 from .writer import Matcher
