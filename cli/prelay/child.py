@@ -32,8 +32,7 @@ class ChildSpec:
 
     `death_signal` is what it gets when the supervisor dies. `before_start` is awaited before each start, also a
     restart; a CliError from it ends the supervisor. `after_death` is awaited with the pid when it ended by
-    itself. `pass_fds` are inherited. `last_words` says what a log of
-    its own tells about a failure.
+    itself. `pass_fds` are inherited. `last_words` says what a log of its own tells about a failure.
     """
 
     name: str

@@ -20,7 +20,7 @@ from .options import OPTIONS
 from .redact import redact
 
 #: PRELAY_ variables that are no settings.
-OTHER_VARIABLES = frozenset({"PRELAY_CONFIG", "PRELAY_CACHE_DIR", "PRELAY_FAULTS"})
+OTHER_VARIABLES = frozenset({"PRELAY_CONFIG", "PRELAY_CACHE_DIR", "PRELAY_FAULTS", "PRELAY_TRACE"})
 
 Count = Annotated[int, Field(ge=0, le=256)]
 Blocks = Annotated[int, Field(ge=1, le=1 << 31)]
