@@ -283,7 +283,7 @@ class NullFleet:
             worker.send(signal.SIGTERM)
         codes = [worker.stop() for worker in self.workers]
         assert codes == [0] * len(codes), f"{codes}\n{self.logs()}"
-        dead = {worker.id for worker in self.ended}
+        dead = {str(worker.pid) for worker in self.ended}
         for raw in self.redis.keys(f"{self.keys.prefix}*"):
             key = text(raw).removeprefix(self.keys.prefix)
             kind, _, rest = key.partition(":")
@@ -293,10 +293,10 @@ class NullFleet:
             elif kind in ("job", "log"):
                 assert self.redis.pttl(raw) > 0, key
             elif kind in ("worker", "ctl"):  # of one that was killed: they go by themselves
-                assert rest in dead, key
+                assert rest.split(":")[1] in dead, key
                 assert self.redis.pttl(raw) > 0, key
             elif kind == "workers":
-                assert {text(name) for name in self.redis.zrange(raw, 0, -1)} <= dead
+                assert {text(name).split(":")[1] for name in self.redis.zrange(raw, 0, -1)} <= dead
             else:
                 assert kind in ("domains", "dead"), key
 
