@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from prelay_kv.shm import sweep
 from tests.bed.serving import Serving, serving
 

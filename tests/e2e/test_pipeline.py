@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from openai import OpenAI
+
 from tests.bed.processes import until
 from tests.bed.serving import Serving
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.bed.serving import Serving
 
 from .client import Answer, stream, together

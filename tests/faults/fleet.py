@@ -21,9 +21,6 @@ from typing import Any
 
 import orjson
 import psutil
-from tests.bed.processes import ROOT, until
-from tests.bed.servers import Server
-from tests.faults.child import encode, serve_forked
 
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueUnavailable
@@ -34,6 +31,9 @@ from prelay_queue.scripts import NewJob, text
 from prelay_queue.settings import QueueSettings, QueueTimes
 from prelay_worker.config import NullModel, Role, WorkerConfig
 from prelay_worker.null import null_token
+from tests.bed.processes import ROOT, until
+from tests.bed.servers import Server
+from tests.faults.child import encode, serve_forked
 
 #: A second and a half where the product waits ten, and the rest in proportion.
 TIMES = QueueTimes(

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from tests.bed.processes import until
-from tests.bed.servers import Server, binary_of, running
-from tests.faults.fleet import TIMES, NullFleet, WorkerProcess, null_fleet
 
 from prelay_queue.scripts import text
 from prelay_worker.config import NullModel, Role
+from tests.bed.processes import until
+from tests.bed.servers import Server, binary_of, running
+from tests.faults.fleet import TIMES, NullFleet, WorkerProcess, null_fleet
 
 #: Fleets that run at the same time on one server.
 AT_ONCE = 6

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from prelay_queue.settings import QueueSettings
 from tests.bed.processes import Api, Fleet, fleet
 from tests.bed.scripted import ScriptedWorker

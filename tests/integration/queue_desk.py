@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import orjson
 from redis.exceptions import ResponseError
-from tests.bed.servers import Server
 
 from prelay_queue.client import SyncQueue
 from prelay_queue.events import LiveEvent, LogView, decode_live
@@ -19,6 +18,7 @@ from prelay_queue.log import read_log_sync
 from prelay_queue.scripts import Call, Claimed, Emission, Emitted, Held, NewJob, Reaped, Requeued, text
 from prelay_queue.settings import QueueSettings
 from prelay_queue.state import SWEPT_IN, State
+from tests.bed.servers import Server
 
 R = TypeVar("R")
 

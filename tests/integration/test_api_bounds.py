@@ -14,14 +14,14 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from prelay_worker.config import NullModel, Role
 from tests.bed.chain import Listener
 from tests.bed.http import get, post, request
 from tests.bed.processes import Api, Fleet, fleet, until, until_ready
 from tests.bed.scripted import ScriptedWorker
 from tests.bed.servers import Server
 from tests.bed.tokenizer import CONTEXT, chat, words
-
-from prelay_worker.config import NullModel, Role
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SHAPE = {"message", "type", "param", "code"}

@@ -11,13 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+
+from prelay_worker.config import NullModel, Role
 from tests.bed.chain import Listener, Stream, check_chain, check_stream, stream
 from tests.bed.http import client_of, get, post
 from tests.bed.processes import Fleet, fast_times, fleet, until, until_ready
 from tests.bed.servers import Server
 from tests.bed.tokenizer import ids_of
-
-from prelay_worker.config import NullModel, Role
 
 COMPLETIONS = "/v1/completions"
 DIVERGENT = NullModel(divergent=True, step_ms=3)

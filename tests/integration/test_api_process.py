@@ -15,16 +15,16 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from tests.bed.chain import Listener, check_stream, stream
-from tests.bed.http import client_of, get, post
-from tests.bed.processes import ROOT, Api, Fleet, until, until_ready
-from tests.bed.scripted import ScriptedWorker
-from tests.bed.servers import Server
 
 from prelay_api.config import ApiConfig
 from prelay_queue.settings import QueueSettings
 from prelay_queue.state import State
 from prelay_worker.config import NullModel, Role
+from tests.bed.chain import Listener, check_stream, stream
+from tests.bed.http import client_of, get, post
+from tests.bed.processes import ROOT, Api, Fleet, until, until_ready
+from tests.bed.scripted import ScriptedWorker
+from tests.bed.servers import Server
 
 COMPLETIONS = "/v1/completions"
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from prelay_queue.job import FinishReason
+from prelay_queue.state import State
 from tests.bed.chain import Listener, check_cursors
 from tests.bed.http import post
 from tests.bed.processes import Api, Fleet, fleet, until
 from tests.bed.scripted import ScriptedWorker
 from tests.bed.servers import Server
 from tests.bed.tokenizer import chat, ids_of
-
-from prelay_queue.job import FinishReason
-from prelay_queue.state import State
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

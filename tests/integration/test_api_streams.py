@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
+from prelay_worker.config import Role
 from tests.bed.chain import Listener, check_chain, check_stream, expected_chain, stream
 from tests.bed.http import client_of
 from tests.bed.processes import Api, fleet, until, until_ready
 from tests.bed.scripted import ScriptedWorker
 from tests.bed.servers import Server
 from tests.bed.tokenizer import chat, ids_of, words
-
-from prelay_worker.config import Role
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

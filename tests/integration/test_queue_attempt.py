@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.bed.servers import Server
-from tests.integration.queue_desk import API, D1, D2, DOMAIN, JOB, LEASE_MS, OTHER_API, P1, P2, Desk, at_desk, new_job
 
 from prelay_queue.events import PreemptedEvent, TokensEvent
 from prelay_queue.scripts import Emission, Emitted, Held
 from prelay_queue.state import State
+from tests.bed.servers import Server
+from tests.integration.queue_desk import API, D1, D2, DOMAIN, JOB, LEASE_MS, OTHER_API, P1, P2, Desk, at_desk, new_job
 
 OWNER = {State.PREFILL: P1, State.STAGED: P1, State.ADOPTING: D1, State.DECODE: D1}
 Write = Callable[[Desk, int, str], str]

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tests.bed.servers import Server
-from tests.integration.queue_desk import API, D1, DOMAIN, JOB, LEASE_MS, P1, P2, Desk, at_desk, new_job
 
 from prelay_queue.events import EndedEvent, RequeuedEvent, TokensEvent
 from prelay_queue.scripts import Reaped, Requeued
 from prelay_queue.state import SWEPT_IN, State
+from tests.bed.servers import Server
+from tests.integration.queue_desk import API, D1, DOMAIN, JOB, LEASE_MS, P1, P2, Desk, at_desk, new_job
 
 ME = f"{API}#1"
 RETENTION_MS = 300_000

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.bed.servers import Server
-from tests.integration.queue_desk import D1, DOMAIN, JOB, P1, P2, Desk, at_desk, new_job
 
 from prelay_queue.job import Priority
 from prelay_queue.keys import GROUP
@@ -14,6 +12,8 @@ from prelay_queue.log import read_log_sync
 from prelay_queue.scripts import NAMES, Emission, source
 from prelay_queue.server import inspect, load_scripts
 from prelay_queue.state import State
+from tests.bed.servers import Server
+from tests.integration.queue_desk import D1, DOMAIN, JOB, P1, P2, Desk, at_desk, new_job
 
 STAGES = {State.QUEUED: "prefill", State.STAGED: f"decode:{DOMAIN}"}
 

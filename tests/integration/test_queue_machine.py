@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from tests.bed.servers import Server, binary_of, running
-from tests.integration.queue_desk import API, DOMAIN, LEASE_MS, Desk, new_job
-from tests.integration.queue_model import Job, Viewer
 
 from prelay_queue.events import EndedEvent
 from prelay_queue.scripts import Claimed, Emission, Held, Requeued
 from prelay_queue.state import State
+from tests.bed.servers import Server, binary_of, running
+from tests.integration.queue_desk import API, DOMAIN, LEASE_MS, Desk, new_job
+from tests.integration.queue_model import Job, Viewer
 
 PREFILL, DECODE = ("P1", "P2", "P3"), ("D1", "D2", "D3")
 NEVER_MS = 10**9

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tests.bed.servers import Server
-from tests.integration.queue_desk import API, D1, D2, DOMAIN, JOB, LEASE_MS, P1, P2, Desk, at_desk, new_job
 
 from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import QueueFull
@@ -16,6 +14,8 @@ from prelay_queue.job import JobSpec, Priority
 from prelay_queue.keys import GROUP
 from prelay_queue.scripts import Claimed
 from prelay_queue.state import State
+from tests.bed.servers import Server
+from tests.integration.queue_desk import API, D1, D2, DOMAIN, JOB, LEASE_MS, P1, P2, Desk, at_desk, new_job
 
 
 @pytest.fixture

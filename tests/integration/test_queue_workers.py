@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import orjson
 import pytest
-from tests.bed.servers import Server
-from tests.integration.queue_desk import D1, DOMAIN, P1, P2, Desk, at_desk, new_job
 
 from prelay_queue.job import Priority
 from prelay_queue.keys import GROUP
 from prelay_queue.state import State
+from tests.bed.servers import Server
+from tests.integration.queue_desk import D1, DOMAIN, P1, P2, Desk, at_desk, new_job
 
 TTL_MS = 15_000
 

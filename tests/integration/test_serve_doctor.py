@@ -8,10 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from prelay import doctor
 from tests.bed.servers import Server
 from tests.integration.serve_process import environment, free_port
-
-from prelay import doctor
 
 
 def run(*arguments: str, **variables: str) -> tuple[int, str]:

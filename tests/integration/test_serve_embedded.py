@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
-from tests.integration.serve_process import is_gone, until
 
 from prelay import binaries, embedded
 from prelay.binaries import bundled_path
@@ -25,6 +24,7 @@ from prelay.errors import CliError, ServerError, StateDirError
 from prelay.queueserver import inspect_server
 from prelay.statedir import StateDir
 from prelay.supervisor import Supervisor
+from tests.integration.serve_process import is_gone, until
 
 MEMORY = 4 << 30
 

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 import redis
+
 from tests.bed.chain import Listener, check_chain, check_stream
 from tests.bed.servers import Server
 from tests.bed.tokenizer import ids_of, words

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from tests.bed.processes import until
-from tests.bed.servers import Server
-from tests.faults.fleet import NULL, Client, NullFleet, null_fleet, start_exec
 
 from prelay_queue.job import FinishReason, Priority, Sampling
 from prelay_queue.scripts import text
 from prelay_worker.config import NullModel, Role, WorkerConfig
 from prelay_worker.null import null_token
+from tests.bed.processes import until
+from tests.bed.servers import Server
+from tests.faults.fleet import NULL, Client, NullFleet, null_fleet, start_exec
 
 
 @pytest.fixture
