@@ -9,6 +9,8 @@ import logging
 from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import QueueError, QueueUnavailable
 
+from .tasks import end, keep_running
+
 log = logging.getLogger("prelay.cancel")
 
 #: Cancels on their way at the same time: two thousand clients may leave at once.
@@ -24,7 +26,7 @@ class Canceller:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._run(), name=f"cancel-{n}") for n in range(WIDTH)]
+        self._tasks = [keep_running(f"cancel {n}", self._run) for n in range(WIDTH)]
 
     def put(self, job: str, attachment: str) -> None:
         """Detach `attachment` from `job`; the job ends when it was the last."""
@@ -35,9 +37,7 @@ class Canceller:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._waiting.join()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
 
     async def _run(self) -> None:
         while True:

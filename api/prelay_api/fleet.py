@@ -17,6 +17,8 @@ from prelay_queue.errors import QueueError
 from prelay_queue.scripts import text
 from prelay_text.resolve import Limits
 
+from .tasks import end, keep_running
+
 log = logging.getLogger("prelay.fleet")
 
 #: A worker whose heartbeat, or whose model loop's last stamp, is older than this does not count, ms.
@@ -141,12 +143,11 @@ class FleetWatch:
         self.seen = Fleet()
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="fleet")
+        self._task = keep_running("fleet", self._run)
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
 
     async def _run(self) -> None:
         while True:

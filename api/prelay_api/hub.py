@@ -26,6 +26,7 @@ from prelay_queue.scripts import text
 from .contact import Contact
 from .relay import Relay
 from .subscription import Subscription
+from .tasks import end, keep_running
 
 log = logging.getLogger("prelay.hub")
 
@@ -67,14 +68,12 @@ class Hub:
 
     def start(self) -> None:
         """Begin to listen; Redis need not be there yet."""
-        works = {"read": self._read, "beat": self._beat, "watch": self._watch}
-        self._tasks = [asyncio.create_task(work(), name=f"hub {name}") for name, work in works.items()]
+        works = {"hub read": self._read, "hub beat": self._beat, "hub watch": self._watch}
+        self._tasks = [keep_running(name, work) for name, work in works.items()]
 
     async def stop(self) -> None:
         """Stop listening and take our keys out of Redis, if it answers."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
         with contextlib.suppress(RedisError, TimeoutError):
             async with asyncio.timeout(1):
                 await self.queue.redis.delete(self._key, self.queue.keys.api(self.id))
@@ -96,6 +95,7 @@ class Hub:
     # --- the reader
 
     async def _read(self) -> None:
+        self._last = ""
         delay = 0.05
         while True:
             try:

@@ -126,6 +126,7 @@ class Relay:
     def mark_delivered(self, count: int) -> None:
         """The client may see the first `count` tokens from now on."""
         assert self.delivered <= count <= self.taken, f"{count} of {self!r}"
+        assert count == self.delivered or not self.frozen, f"{count} of {self!r}: the requeue names what was delivered"
         self.delivered = count
 
     @property

@@ -13,6 +13,7 @@ from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import QueueError
 
 from .contact import Contact
+from .tasks import end, keep_running
 
 log = logging.getLogger("prelay.sweep")
 
@@ -44,12 +45,11 @@ class Sweeper:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="sweep")
+        self._task = keep_running("sweep", self._run)
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
 
     async def _run(self) -> None:
         times = self._queue.settings.times

@@ -138,3 +138,16 @@ def test_the_official_client_is_content_with_comments_between_tokens(quiet_api: 
     assert ids_of(text) == [0, 1, 2, 3]
     assert raw.end().choices[0].ids == [0, 1, 2, 3]
     client.close()
+
+
+def test_the_official_client_raises_what_ends_a_stream(quiet_api: Api, scripted: ScriptedWorker) -> None:
+    client = openai.OpenAI(base_url=f"{quiet_api.url}/v1", api_key="none", max_retries=0)
+    answer = client.completions.create(model="null", prompt=[3], stream=True)
+    claim = scripted.take()
+    scripted.emit(claim, 0, [3])
+    assert ids_of(next(answer).choices[0].text) == [3]
+    body = '{"message": "it broke", "type": "server_error", "code": "broken"}'
+    scripted.finish(claim, 1, [], reason="error", error=body)
+    with pytest.raises(openai.APIError, match="it broke"):
+        list(answer)
+    client.close()

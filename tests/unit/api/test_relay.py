@@ -312,8 +312,11 @@ class Viewer:
                     self.asked.append(action)
 
     def read(self, held_back: int) -> None:
-        """The client's socket takes a frame; an assembler may hold the last few tokens back."""
-        self.assembled.extend(self.relay.take())
+        """The client's socket takes a frame; an assembler may hold the last few tokens back until more come."""
+        fresh = self.relay.take()
+        self.assembled.extend(fresh)
+        if not fresh and not self.ends:
+            return
         count = max(len(self.seen), len(self.assembled) - held_back)
         self.relay.mark_delivered(count)
         self.seen.extend(self.assembled[len(self.seen) : count])
