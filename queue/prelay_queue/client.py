@@ -37,13 +37,12 @@ from .settings import QueueSettings
 R = TypeVar("R")
 
 #: Replies that mean "not now". The driver takes the code off the words of those that it has a class for (MASTERDOWN
-#: is a ClusterDownError to it); a script that is still missing after we loaded it was flushed in between.
+#: is a ClusterDownError to it).
 _UNAVAILABLE = (
     RedisConnectionError,
     RedisTimeoutError,
     BusyLoadingError,
     ReadOnlyError,
-    NoScriptError,
     ClusterDownError,
     TryAgainError,
 )
@@ -63,6 +62,11 @@ def translate(error: Exception) -> QueueError:
 
 def _evalsha(call: Call[Any]) -> tuple[Any, ...]:
     return ("EVALSHA", sha(call.name), 1, call.prefix, *call.args)
+
+
+def _eval(call: Call[Any]) -> tuple[Any, ...]:
+    """For a server that lost its scripts: it runs this one and keeps it, with no gap for another flush."""
+    return ("EVAL", source(call.name), 1, call.prefix, *call.args)
 
 
 #: RESP2: redis-py's RESP3 turns its own check for dirty connections off.
@@ -113,8 +117,7 @@ class SyncQueue:
         try:
             return self.redis.execute_command(*_evalsha(call))
         except NoScriptError:
-            self.redis.script_load(source(call.name))
-            return self.redis.execute_command(*_evalsha(call))
+            return self.redis.execute_command(*_eval(call))
 
     def run_many(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Send calls in order in one round trip; an answer (or a QueueError, returned) per call.
@@ -129,18 +132,17 @@ class SyncQueue:
             raise translate(error) from None
 
     def _pipeline(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        for _ in range(2):
-            with self.redis.pipeline(transaction=False) as pipe:
-                for call in calls:
-                    pipe.execute_command(*_evalsha(call))
-                answers = pipe.execute(raise_on_error=False)
-            missing = {c.name for c, a in zip(calls, answers, strict=True) if isinstance(a, NoScriptError)}
-            if not missing:
-                break
+        answers = self._pipeline_once([_evalsha(call) for call in calls])
+        if any(isinstance(answer, NoScriptError) for answer in answers):
             # Scripts are idempotent, so the whole batch is simply sent again, in order.
-            for name in missing:
-                self.redis.script_load(source(name))
+            answers = self._pipeline_once([_eval(call) for call in calls])
         return [translate(a) if isinstance(a, Exception) else c.decode(a) for c, a in zip(calls, answers, strict=True)]
+
+    def _pipeline_once(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        with self.redis.pipeline(transaction=False) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            return pipe.execute(raise_on_error=False)
 
     def close(self) -> None:
         for client in (*self._readers, self.redis):
@@ -191,8 +193,7 @@ class AsyncQueue:
         try:
             return await self.redis.execute_command(*_evalsha(call))
         except NoScriptError:
-            await self.redis.script_load(source(call.name))
-            return await self.redis.execute_command(*_evalsha(call))
+            return await self.redis.execute_command(*_eval(call))
 
     async def aclose(self) -> None:
         for client in (*self._readers, self.redis):

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import orjson
 
+from .events import LogView
 from .job import PROTOCOL_VERSION, Claim, JobSpec
 from .keys import Keys
 from .state import as_lua
@@ -23,16 +24,18 @@ R = TypeVar("R")
 
 NAMES = (
     "submit", "claim", "handoff", "adopt", "emit", "preempt", "requeue", "renew", "finish", "cancel", "reap",
-    "beat", "tidy", "disown",
+    "view", "beat", "tidy", "disown",
 )  # fmt: skip
+
+#: Only submit may be refused for memory: what drains the server must always run.
+_FLAGS = {"submit": "#!lua", "view": "#!lua flags=no-writes,allow-oom"}
 
 
 @cache
 def source(name: str) -> str:
     """Return the whole Lua source of a script: flags, state table, library, body."""
     folder = resources.files(__package__) / "lua"
-    # Only submit may be refused for memory: what drains the server must always run.
-    flags = "#!lua" if name == "submit" else "#!lua flags=allow-oom"
+    flags = _FLAGS.get(name, "#!lua flags=allow-oom")
     body = (folder / f"{name}.lua").read_text()
     return "\n".join((flags, as_lua(), (folder / "_lib.lua").read_text(), body))
 
@@ -159,8 +162,15 @@ def _claimed(raw: Any) -> Claimed:
     return Claimed(code, claim)
 
 
+def _view(raw: Any) -> LogView | None:
+    if raw is None:
+        return None
+    state, epoch, resume, reason, error, ids = raw
+    return LogView(int(epoch), text(state), tuple(ids), int(resume), text(reason), text(error))
+
+
 class Scripts:
-    """The scripts of one partition: eleven are the protocol of a job, `beat` and `tidy` are about the workers.
+    """The scripts of one partition: eleven are the protocol of a job, `view` only looks, the rest is about workers.
 
     The contract of each stands at the top of its Lua file.
     """
@@ -227,6 +237,10 @@ class Scripts:
             lambda raw: Reaped(*(_texts(ids) for ids in raw)),
             limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error,
         )  # fmt: skip
+
+    def view(self, job: str) -> Call[LogView | None]:
+        """Look at a job: its state and all its tokens. None when Redis does not know it."""
+        return self._call("view", _view, job)
 
     def beat(self, worker: str, status: Mapping[str, Any], ttl_ms: int) -> Call[int]:
         """Say that a worker lives and how it stands: the server's time in ms, which is in the heartbeat too."""

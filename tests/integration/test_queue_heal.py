@@ -168,3 +168,15 @@ def test_nothing_is_left_of_many_jobs_but_streams_and_their_groups(desk: Desk) -
     left = desk.snapshot()
     assert {key for key in left if not key.startswith("work:")} == {"domains"}
     assert desk.waiting() == {}
+
+
+def test_a_job_can_be_looked_at_on_a_full_server_and_on_a_replica(own_server: Server) -> None:
+    for desk in at_desk(own_server):
+        desk.to(State.DECODE)
+        own_server.client.config_set("maxmemory", 1)
+        assert desk.view().ids == (7, 8, 9)
+        own_server.client.config_set("maxmemory", 0)
+        own_server.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+        assert (desk.view().state, desk.view().epoch) == ("decode", 1)
+        own_server.client.execute_command("REPLICAOF", "NO", "ONE")
+        assert read_log_sync(desk.queue, "unknown/0") is None

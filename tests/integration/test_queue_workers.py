@@ -116,3 +116,38 @@ def test_a_beginning_that_is_empty_disowns_nobody(desk: Desk) -> None:
     desk.submit()
     desk.claim(P1)
     assert desk.run(desk.scripts.disown("")) == 0
+
+
+# disown
+
+
+def test_the_jobs_of_a_worker_that_is_known_to_be_dead_are_swept_at_once(desk: Desk) -> None:
+    dead, alive = "host:12:abcd", "host:123:abcd"  # one pid begins like the other
+    names = {dead: "a/0", alive: "b/0"}
+    for worker, job in names.items():
+        desk.submit(new_job(job))
+        assert desk.claim(worker).code == "ok"
+        desk.mind(worker)
+        desk.run(desk.scripts.beat(worker, {"id": worker}, TTL_MS))
+    assert desk.run(desk.scripts.disown("host:12:")) == 1
+    assert not desk.redis.exists(desk.keys.worker(dead), desk.keys.control(dead))
+    assert desk.redis.exists(desk.keys.worker(alive), desk.keys.control(alive)) == 2
+    assert desk.redis.zrange(desk.keys.workers, 0, -1) == [alive.encode()]
+    assert desk.reap(check_ms=10**9).reaped == ("a/0",)
+    assert desk.emit(0, (1,), owner=dead, job="a/0").code == "fenced"
+    assert desk.run(desk.scripts.disown("host:12:")) == 0
+
+
+def test_the_export_of_a_dead_worker_is_given_up_but_not_the_job_that_left_it(desk: Desk) -> None:
+    desk.to(State.ADOPTING, new_job("left/0"))
+    desk.to(State.STAGED, new_job("waits/0"))
+    assert desk.run(desk.scripts.disown(P1)) == 1
+    assert desk.reap(check_ms=10**9).reaped == ("waits/0",)
+    assert desk.fields("left/0")["st"] == "adopting"
+
+
+def test_nobody_is_disowned_by_an_empty_prefix(desk: Desk) -> None:
+    desk.to(State.DECODE)
+    before = desk.snapshot()
+    assert desk.run(desk.scripts.disown("")) == 0
+    assert desk.snapshot() == before

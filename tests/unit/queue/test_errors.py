@@ -19,7 +19,6 @@ from prelay_queue.errors import QueueError, QueueFull, QueueUnavailable
         driver.MasterDownError("Link with MASTER is down and replica-serve-stale-data is set to 'no'."),
         driver.ClusterDownError("The cluster is down"),
         driver.TryAgainError("Multiple keys request during rehashing of slot"),
-        driver.NoScriptError("No matching script. Please use EVAL."),
         driver.ResponseError("NOREPLICAS Not enough good replicas to write."),
         driver.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"),
         driver.ResponseError("UNBLOCKED force unblock from blocking operation"),
