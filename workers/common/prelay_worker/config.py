@@ -28,6 +28,8 @@ class NullModel:
     step_ms: float = 1.0
     prefill_ms_per_token: float = 0.0
     eos_ids: tuple[int, ...] = ()
+    #: A prompt with this token kills the worker that computes on it, as a bug in a kernel would.
+    poison_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

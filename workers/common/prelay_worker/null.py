@@ -7,6 +7,8 @@ epoch, so that a resume which keeps the wrong tokens cannot hide behind an ident
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -126,6 +128,7 @@ class NullEngine:
 
     def step(self) -> Step:
         active = [r for r in self._held.values() if r.state in ("prefill", "decode")]
+        self._suffer(active)
         prefilled = self._prefilled(active)
         self.computed_tokens += prefilled + sum(r.state == "decode" for r in active)
         time.sleep((self._model.step_ms + self._model.prefill_ms_per_token * prefilled) / 1000)
@@ -138,6 +141,11 @@ class NullEngine:
             tokens.append(self._sample(running))
             self._settle(running, tokens[-1], held)
         return Step(tuple(t for t in tokens if t.key not in evicted), tuple(evicted), tuple(held))
+
+    def _suffer(self, active: list[_Running]) -> None:
+        poison = self._model.poison_token
+        if poison is not None and any(poison in running.sequence.prompt_ids for running in active):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _prefilled(self, active: list[_Running]) -> int:
         return sum(len(r.sequence.prompt_ids) + len(r.sequence.ids) for r in active if r.state == "prefill")
