@@ -41,6 +41,15 @@ HEARTBEAT_S = 5.0
 #: Entries taken in one read of the live stream.
 READ_COUNT = 256
 
+#: A script so that a full Redis, which refuses plain writes, does not make a living API process deaf.
+_ALIVE = """#!lua flags=allow-oom
+local entry = ''
+if ARGV[2] == '1' then entry = redis.call('XADD', KEYS[1], 'MAXLEN', '~', 4096, '*', 'e', '[]') end
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+redis.call('SET', KEYS[2], '1', 'EX', ARGV[1])
+return entry
+"""
+
 
 def _groups(items: Sequence[Subscription], size: int) -> Iterator[list[Subscription]]:
     rest = iter(items)
@@ -118,13 +127,7 @@ class Hub:
 
     async def _establish(self) -> None:
         """Make the live stream (writers skip one that is not there) and let every relay look at its log."""
-        redis, keys = self.queue.redis, self.queue.keys
-        async with redis.pipeline(transaction=True) as pipe:
-            pipe.xadd(self._key, {"e": b"[]"}, maxlen=4096)
-            pipe.expire(self._key, self._ttl_s)
-            pipe.set(keys.api(self.id), b"1", ex=self._ttl_s)
-            entry, *_ = await pipe.execute()
-        self._last = text(entry)
+        self._last = text(await self._say_alive(begin=True))
         log.info("listening as %s", self.id)
         for subscription in self._subscriptions.values():
             subscription.want_log()
@@ -158,10 +161,12 @@ class Hub:
         while True:
             await asyncio.sleep(HEARTBEAT_S * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
             with contextlib.suppress(RedisError, OSError):
-                async with self.queue.redis.pipeline(transaction=False) as pipe:
-                    pipe.set(self.queue.keys.api(self.id), b"1", ex=self._ttl_s)
-                    pipe.expire(self._key, self._ttl_s)
-                    await pipe.execute()
+                await self._say_alive(begin=False)
+
+    async def _say_alive(self, *, begin: bool) -> Any:
+        """Keep our keys for another while; with `begin` make the stream, and return the entry to read on from."""
+        keys = (self._key, self.queue.keys.api(self.id))
+        return await self.queue.redis.eval(_ALIVE, len(keys), *keys, self._ttl_s, int(begin))
 
     # --- silence
 

@@ -227,14 +227,18 @@ def test_a_full_redis_is_a_503_and_serves_again_when_it_is_not(own_server: Serve
         api = found.api()
         found.worker(Role.UNIFIED, null=NullModel(step_ms=5))
         until_ready(api.url)
-        running = Listener(api.url, COMPLETIONS, {"model": "null", "prompt": [1], "max_tokens": 200})
+        running = Listener(api.url, COMPLETIONS, {"model": "null", "prompt": [1], "max_tokens": 600})
         until(lambda: len(running.ids) > 3)
         own_server.client.config_set("maxmemory", 1)
         reply = ask(api, {"model": "null", "prompt": [1], "max_tokens": 5})
         assert reply.status_code == 503
         assert error_of(reply)["code"] == "queue_full"
         assert int(reply.headers["retry-after"]) > 0
-        assert len(running.end().choices[0].ids) == 200  # what runs drains
+        for key in own_server.client.keys("*live:*"):
+            own_server.client.delete(key)
+        until(lambda: api.log.count("listening as") == 2)  # and the API hears on
+        assert len(running.end().choices[0].ids) == 600  # what runs drains
+        assert get(f"{api.url}/admin/jobs/{running.found.id}").status_code == 200
         own_server.client.config_set("maxmemory", 0)
         assert ask(api, {"model": "null", "prompt": [1], "max_tokens": 5}).status_code == 200
 

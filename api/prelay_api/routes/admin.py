@@ -85,7 +85,7 @@ async def _choices(queue: AsyncQueue, request_id: str) -> list[_Choice]:
     """Read the jobs of a request. Raise QueueError."""
     fields = [*_NUMBERS.values(), *_WORDS.values(), "at"]
     try:
-        async with queue.redis.pipeline(transaction=True) as pipe:
+        async with queue.redis.pipeline(transaction=False) as pipe:
             for index in range(MAX_CHOICES):
                 pipe.hmget(queue.keys.job(f"{request_id}/{index}"), fields)
             found = await pipe.execute()
