@@ -6,10 +6,13 @@ neither torch nor the memory of the unpacked weights.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+import gguf
 
 #: Pre-tokenizers of the GGUF format that transformers' converter does not know, by `tokenizer.ggml.pre`.
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
@@ -21,6 +24,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
+    _parse_once()
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
     model = _plain(loaded)
     model.save_pretrained(folder)
@@ -29,6 +33,12 @@ def convert_gguf(source: Path, folder: Path) -> None:
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     _tidy(folder)
+
+
+def _parse_once() -> None:
+    """Let this process read a file's metadata once: transformers asks three times, at seconds each."""
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
 
 
 def _plain(loaded: Any) -> Any:
@@ -48,10 +58,9 @@ def _plain(loaded: Any) -> Any:
 
 def _split_as_trained(tokenizer: Any, source: Path) -> None:
     """Split digits one by one where the file says so: the merges were learned that way."""
-    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 
-    field = GGUFReader(source).fields.get("tokenizer.ggml.pre")
+    field = gguf.GGUFReader(str(source)).fields.get("tokenizer.ggml.pre")
     if field is not None and field.contents() in _DIGITS_APART:
         backend = tokenizer.backend_tokenizer
         digits = pre_tokenizers.Digits(individual_digits=True)

@@ -62,10 +62,11 @@ class Engine:
     def room(self, tokens: int) -> bool:
         """Whether a sequence of so many tokens should be admitted now.
 
-        One block for each evictable running sequence is left free for it to grow into, so that an admission
-        does not evict somebody at once.
+        One block is left free for each running sequence that may still ask for one, so that an admission does
+        not evict somebody at once.
         """
-        growing = sum(not entry.sequence.reserved for entry in self._in_phase(Phase.PREFILL, Phase.DECODE))
+        running = (entry.sequence for entry in self._in_phase(Phase.PREFILL, Phase.DECODE))
+        growing = sum(not (sequence.reserved or sequence.hand_over) for sequence in running)
         return self._slot_free() and self._kv.blocks_for(tokens) + growing <= self._kv.pool.free
 
     def add(self, sequence: Sequence) -> None:
