@@ -23,6 +23,7 @@ from prelay_queue.settings import QueueSettings, QueueTimes
 from prelay_worker.config import NullModel, Role, WorkerConfig
 
 from .http import get
+from .servers import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +42,7 @@ class Process:
         environment = {**os.environ, "PRELAY_FAULTS": faults, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.bed.processes", kind, payload],
-            cwd=ROOT, env=environment, stdout=self._log, stderr=self._log,
+            cwd=ROOT, env=environment, stdout=self._log, stderr=self._log, preexec_fn=die_with_parent,
         )  # fmt: skip
 
     def __repr__(self) -> str:

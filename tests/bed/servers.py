@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import platform
@@ -34,6 +35,14 @@ def binary_of(kind: str) -> Path | None:
     return next(iter(Path(spec.origin).parent.glob(pattern)), None)
 
 
+_libc = ctypes.CDLL(None)
+
+
+def die_with_parent() -> None:
+    """For `preexec_fn`: the kernel kills the child when the thread that started it ends, however the test run dies."""
+    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class Server:
     """One server process. `stop`, `kill` and `start` again keep its data (AOF, every write)."""
 
@@ -51,7 +60,7 @@ class Server:
 
     def start(self) -> None:
         """Start and wait until it answers."""
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent)
         deadline = time.monotonic() + 10
         while True:
             try:
