@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
+
+#: While the model loop is in one step for longer than this nothing is claimed: it could not begin before the step ends,
+#: another worker might; and a loop that hangs must not eat job after job.
+STEP_S = 1.0
 
 
 class Admission:
@@ -19,6 +24,7 @@ class Admission:
         self._slots = 0
         self._inflight: dict[str, int] = {}
         self._closed = True
+        self._published = 0.0  # monotonic seconds
 
     def __repr__(self) -> str:
         return f"Admission(blocks={self._blocks}, slots={self._slots}, inflight={len(self._inflight)}, {self._closed=})"
@@ -27,6 +33,7 @@ class Admission:
         """The model loop's view: free blocks and slots, and whether a head waits (or we drain)."""
         with self._changed:
             self._blocks, self._slots, self._closed = blocks, slots, closed
+            self._published = time.monotonic()
             self._changed.notify_all()
 
     def open_now(self) -> bool:
@@ -52,6 +59,6 @@ class Admission:
             self._inflight.pop(key, None)
 
     def _is_open(self) -> bool:
-        if self._closed or len(self._inflight) >= self._slots:
+        if self._closed or len(self._inflight) >= self._slots or time.monotonic() - self._published > STEP_S:
             return False
         return sum(self._inflight.values()) < self._blocks
