@@ -18,7 +18,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from prelay_queue.client import AsyncQueue
-from prelay_queue.errors import BadMessageError
+from prelay_queue.errors import BadMessageError, QueueError
 from prelay_queue.events import decode_live
 from prelay_queue.identity import incarnation
 from prelay_queue.scripts import text
@@ -40,15 +40,6 @@ LOGS_AT_ONCE = 6
 HEARTBEAT_S = 5.0
 #: Entries taken in one read of the live stream.
 READ_COUNT = 256
-
-#: A script so that a full Redis, which refuses plain writes, does not make a living API process deaf.
-_ALIVE = """#!lua flags=allow-oom
-local entry = ''
-if ARGV[2] == '1' then entry = redis.call('XADD', KEYS[1], 'MAXLEN', '~', 4096, '*', 'e', '[]') end
-redis.call('EXPIRE', KEYS[1], ARGV[1])
-redis.call('SET', KEYS[2], '1', 'EX', ARGV[1])
-return entry
-"""
 
 
 def _groups(items: Sequence[Subscription], size: int) -> Iterator[list[Subscription]]:
@@ -115,7 +106,7 @@ class Hub:
                     await self._refresh()
                 self.contact.ok()
                 delay = 0.05
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError, QueueError) as error:
                 self._lose_contact(error)
                 await asyncio.sleep(delay * random.uniform(0.5, 1.5))  # noqa: S311 - jitter
                 delay = min(2 * delay, 1.0)
@@ -127,7 +118,7 @@ class Hub:
 
     async def _establish(self) -> None:
         """Make the live stream (writers skip one that is not there) and let every relay look at its log."""
-        self._last = text(await self._say_alive(begin=True))
+        self._last = await self._say_alive(begin=True)
         log.info("listening as %s", self.id)
         for subscription in self._subscriptions.values():
             subscription.want_log()
@@ -160,13 +151,12 @@ class Hub:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S * random.uniform(0.9, 1.1))  # noqa: S311 - jitter
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(QueueError):
                 await self._say_alive(begin=False)
 
-    async def _say_alive(self, *, begin: bool) -> Any:
+    async def _say_alive(self, *, begin: bool) -> str:
         """Keep our keys for another while; with `begin` make the stream, and return the entry to read on from."""
-        keys = (self._key, self.queue.keys.api(self.id))
-        return await self.queue.redis.eval(_ALIVE, len(keys), *keys, self._ttl_s, int(begin))
+        return await self.queue.run(self.queue.scripts.attend(self.id, self._ttl_s, begin=begin))
 
     # --- silence
 

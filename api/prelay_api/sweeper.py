@@ -6,31 +6,16 @@ import asyncio
 import logging
 import random
 
-import orjson
 from redis.exceptions import RedisError
 
 from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import QueueError
+from prelay_queue.sweep import say, sweep
 
 from .contact import Contact
 from .tasks import end, keep_running
 
 log = logging.getLogger("prelay.sweep")
-
-#: Jobs of one kind given back in one sweep.
-LIMIT = 100
-#: Crashes while alone after which a job is given up.
-MAX_ALONE_CRASHES = 2
-#: What the client of such a job is told.
-CRASHED_ALONE = orjson.dumps(
-    {
-        "message": "the request was given up: the worker process ended twice while running it alone",
-        "type": "server_error",
-        "code": "worker_crashed",
-        "param": None,
-        "status": 500,
-    }
-).decode()
 
 
 class Sweeper:
@@ -64,12 +49,4 @@ class Sweeper:
                 self._contact.lost()
 
     async def _sweep(self) -> None:
-        times = self._queue.settings.times
-        swept = await self._queue.run(
-            self._queue.scripts.reap(
-                LIMIT, times.preempt_grace_ms, times.queued_check_ms, MAX_ALONE_CRASHES, CRASHED_ALONE
-            )
-        )
-        for what in ("reaped", "requeued", "pushed", "dead"):
-            if ids := getattr(swept, what):
-                log.warning("sweep: %s %s", what, ", ".join(ids))
+        say(await self._queue.run(sweep(self._queue.scripts, self._queue.settings.times)))

@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 NAMES = (
     "submit", "claim", "handoff", "adopt", "emit", "preempt", "requeue", "renew", "finish", "cancel", "reap",
-    "view", "beat", "tidy", "disown",
+    "view", "beat", "tidy", "disown", "attend",
 )  # fmt: skip
 
 #: Only submit may be refused for memory: what drains the server must always run.
@@ -246,6 +246,10 @@ class Scripts:
         """Say that a worker lives and how it stands: the server's time in ms, which is in the heartbeat too."""
         assert status, "the script adds a field to it"
         return self._call("beat", int, worker, orjson.dumps(status), ttl_ms)
+
+    def attend(self, api: str, ttl_s: int, *, begin: bool) -> Call[str]:
+        """Say that an API process lives; with `begin` make its live stream: the entry to read on from."""
+        return self._call("attend", text, api, ttl_s, int(begin))
 
     def disown(self, prefix: str) -> Call[int]:
         """End the leases of workers that are known to be dead, by the beginning of their incarnation: how many."""

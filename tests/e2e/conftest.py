@@ -9,6 +9,9 @@ import pytest
 
 from tests.bed.serving import Serving, serving
 
+#: Three chats of the tests fill it.
+SMALL = ("--kv-blocks", "16", "--max-model-len", "256")
+
 
 @pytest.fixture(scope="session")
 def plain(demo_model: Path) -> Iterator[Serving]:
@@ -19,7 +22,13 @@ def plain(demo_model: Path) -> Iterator[Serving]:
 
 @pytest.fixture(scope="session")
 def tight(demo_model: Path) -> Iterator[Serving]:
-    """A decode pool far too small for eight chats at once, in bf16."""
-    arguments = ("--kv-blocks", "16", "--dtype", "bfloat16", "--max-model-len", "256")
-    with serving("--served-model-name", "demo", *arguments, model=demo_model) as server:
+    """A decode pool far too small for eight chats at once."""
+    with serving("--served-model-name", "demo", *SMALL, model=demo_model) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tight_bf16(demo_model: Path) -> Iterator[Serving]:
+    """The same in bf16, which CPUs without bf16 arithmetic emulate, slowly."""
+    with serving("--served-model-name", "demo", "--dtype", "bfloat16", *SMALL, model=demo_model) as server:
         yield server

@@ -138,10 +138,12 @@ class Claimer:
         return stolen
 
     def _claim_entry(self, stream: str, entry: str, fields: dict[bytes, bytes] | None) -> None:
-        if not fields:  # the entry was deleted while it was pending
+        job = (fields or {}).get(b"id")
+        if job is None:  # deleted while it was pending, or not one of ours
             self._queue.redis.xack(stream, GROUP, entry)
+            self._queue.redis.xdel(stream, entry)
             return
-        self._claim(stream, entry, text(fields[b"id"]))
+        self._claim(stream, entry, text(job))
 
     def _claim(self, stream: str, entry: str, job: str) -> None:
         """Claim and tell the model loop. A claim that gets no answer may be ours: it is repeated by `_recover`."""

@@ -13,27 +13,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import orjson
 from redis.exceptions import RedisError
 
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
 from prelay_queue.scripts import Held
+from prelay_queue.sweep import say, sweep
 
 from .backend import Transport
 from .messages import Message, Release, Stop
 
 log = logging.getLogger("prelay.lease")
-
-CRASHED_ALONE = orjson.dumps(
-    {
-        "message": "the request was given up: the worker process ended twice while running it alone",
-        "type": "server_error",
-        "code": "worker_crashed",
-        "param": None,
-        "status": 500,
-    }
-).decode()
 
 
 class LeaseKeeper:
@@ -156,13 +146,7 @@ class LeaseKeeper:
         # An outage must not expire the world: the holders need one lease to renew first.
         if self._contact_since is None or (time.monotonic() - self._contact_since) * 1000 < self._times.lease_ms:
             return
-        times = self._times
-        swept = self._queue.run(
-            self._queue.scripts.reap(100, times.preempt_grace_ms, times.queued_check_ms, 2, CRASHED_ALONE)
-        )
-        for what in ("reaped", "requeued", "pushed", "dead"):
-            if ids := getattr(swept, what):
-                log.warning("sweep: %s %s", what, ", ".join(ids))
+        say(self._queue.run(sweep(self._queue.scripts, self._times)))
 
     def farewell(self) -> None:
         """Remove the heartbeat: the fleet need not wait for it to expire."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import threading
 from collections.abc import Callable
 
 from prelay_queue.client import SyncQueue
@@ -19,12 +21,15 @@ from .null import null_backend
 from .worker import MatcherFactory, Worker
 from .writer import Matcher
 
+log = logging.getLogger("prelay.process")
+
 WorkerClass = Callable[[WorkerConfig, Backend, MatcherFactory, str], Worker]
 
 
 def run_worker(make: WorkerClass, config: WorkerConfig) -> int:
     """Load, serve and end. Return the exit code; what cannot work is one line on stderr and 1."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    threading.excepthook = _end_with_thread
     try:
         check_server(config)
         name = incarnation()
@@ -33,6 +38,14 @@ def run_worker(make: WorkerClass, config: WorkerConfig) -> int:
         print(f"prelay {config.role}: {error}", file=sys.stderr)
         return 1
     return worker.run()
+
+
+def _end_with_thread(args: threading.ExceptHookArgs) -> None:
+    """A worker that has lost one of its threads would hold its jobs for ever: it ends, and its jobs go elsewhere."""
+    name = args.thread.name if args.thread else "?"
+    log.critical("thread %s failed: the worker ends", name, exc_info=args.exc_value)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def check_server(config: WorkerConfig) -> None:

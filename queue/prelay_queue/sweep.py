@@ -1,0 +1,39 @@
+"""The sweep that any process may run: what `reap` is asked for, and what it found, in words."""
+
+from __future__ import annotations
+
+import logging
+
+import orjson
+
+from .scripts import Call, Reaped, Scripts
+from .settings import QueueTimes
+
+log = logging.getLogger("prelay.sweep")
+
+#: Jobs of one kind given back in one sweep.
+LIMIT = 100
+#: Crashes while alone after which a job is given up.
+MAX_ALONE_CRASHES = 2
+#: What the client of such a job is told.
+CRASHED_ALONE = orjson.dumps(
+    {
+        "message": "the request was given up: the worker process ended twice while running it alone",
+        "type": "server_error",
+        "code": "worker_crashed",
+        "param": None,
+        "status": 500,
+    }
+).decode()
+
+
+def sweep(scripts: Scripts, times: QueueTimes) -> Call[Reaped]:
+    """The call. Send it only after one lease of uninterrupted contact: an outage must not expire the world."""
+    return scripts.reap(LIMIT, times.preempt_grace_ms, times.queued_check_ms, MAX_ALONE_CRASHES, CRASHED_ALONE)
+
+
+def say(swept: Reaped) -> None:
+    """Log what was given back."""
+    for what in ("reaped", "requeued", "pushed", "dead"):
+        if ids := getattr(swept, what):
+            log.warning("sweep: %s %s", what, ", ".join(ids))
