@@ -1,0 +1,122 @@
+"""The lease thread's decisions: what a renewal's answers mean, when it renews, when it sweeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prelay_queue.errors import QueueUnavailable
+from prelay_queue.keys import Keys
+from prelay_queue.scripts import Call, Reaped, Scripts
+from prelay_queue.settings import QueueSettings, QueueTimes
+from prelay_worker import lease as module
+from prelay_worker.config import Role
+from prelay_worker.lease import LeaseKeeper
+from prelay_worker.messages import Message, Release, Stop
+from tests.unit.worker.desk import make_worker
+
+TIMES = QueueTimes(lease_ms=1000, stall_ms=5000)
+
+
+class FakeQueue:
+    def __init__(self) -> None:
+        self.settings = QueueSettings("unix:///nowhere", "t", times=TIMES)
+        self.scripts = Scripts(Keys("t"))
+        self.keys = Keys("t")
+        self.sent: list[Call[Any]] = []
+        self.answer: Any = ()
+        self.before: Any = lambda: None
+
+    def run(self, call: Call[Any]) -> Any:
+        self.sent.append(call)
+        self.before()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def kept(clock: list[float]) -> tuple[LeaseKeeper, FakeQueue, list[Message]]:
+    queue, said = FakeQueue(), []
+    transport = make_worker(Role.PREFILL)[0].backend.transport
+    return LeaseKeeper(queue, "me", transport, said.append), queue, said  # type: ignore[arg-type]
+
+
+Kept = tuple[LeaseKeeper, FakeQueue, list[Message]]
+
+
+def test_each_answer_of_a_renewal_means_one_thing(kept: Kept) -> None:
+    keeper, queue, said = kept
+    for job in ("kept", "done", "lost"):
+        keeper.hold(job, 1)
+    for job in ("hold", "release"):
+        keeper.hold(job, 1)
+        keeper.export(job, 1)
+    queue.answer = ("kept", "done", "lost", "hold", "release")
+    keeper._renew()
+    assert said == [Stop("done", 1, "done"), Stop("lost", 1, "lost"), Release("release", 1)]
+
+
+def test_an_answer_about_what_has_moved_on_meanwhile_is_ignored(kept: Kept) -> None:
+    keeper, queue, said = kept
+    for job in ("dropped", "exported"):
+        keeper.hold(job, 1)
+
+    def meanwhile() -> None:
+        keeper.drop("dropped", 1)
+        keeper.export("exported", 1)
+
+    queue.before, queue.answer = meanwhile, ("lost", "lost")
+    keeper._renew()
+    assert said == []
+
+
+def test_nothing_held_asks_nothing(kept: Kept) -> None:
+    keeper, queue, _ = kept
+    keeper._renew()
+    keeper.hold("a", 1)
+    keeper.drop("a", 1)
+    keeper._renew()
+    assert queue.sent == []
+
+
+def test_a_model_loop_that_hangs_is_renewed_no_more_and_again_when_it_moves(kept: Kept, clock: list[float]) -> None:
+    keeper, queue, _ = kept
+    keeper.hold("a", 1)
+    queue.answer = ("kept",)
+    clock[0] += TIMES.stall_ms / 1000 + 0.1
+    keeper._renew()
+    assert queue.sent == []
+    keeper.stamp()
+    keeper._renew()
+    assert len(queue.sent) == 1
+
+
+def test_a_sweep_waits_for_one_lease_of_contact_and_an_outage_begins_it_anew(kept: Kept, clock: list[float]) -> None:
+    keeper, queue, _ = kept
+    queue.answer = Reaped()
+
+    def swept() -> bool:
+        queue.sent.clear()
+        keeper._attempt(keeper._sweep)
+        return bool(queue.sent)
+
+    assert not swept()
+    clock[0] += 0.9
+    assert not swept()
+    clock[0] += 0.2
+    assert swept()
+    queue.answer = QueueUnavailable("away")
+    swept()
+    queue.answer = Reaped()
+    assert not swept()
+    clock[0] += 1.1
+    assert swept()
