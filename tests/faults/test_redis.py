@@ -52,7 +52,9 @@ def again_and_again(every_s: float, work: Callable[[], object]) -> Iterator[None
         thread.join()
 
 
-@pytest.mark.parametrize("away_s", [pytest.param(0.1, marks=pytest.mark.slow), 1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "away_s", [pytest.param(0.1, marks=pytest.mark.slow), 1, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_a_redis_that_is_killed_and_comes_back_costs_no_token_and_no_process(own_server: Server, away_s: float) -> None:
     with working(own_server) as fleet:
         own_server.kill()
