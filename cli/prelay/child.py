@@ -8,12 +8,13 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from . import pdeath
+from .errors import CliError
 
 #: Last lines kept of each child, for the message when it fails.
 TAIL_LINES = 12
@@ -26,13 +27,47 @@ OUTPUT_GRACE_S = 1.0
 Sink = Callable[[str, str], None]
 
 
+class Process(Protocol):
+    """What is used of a started process: asyncio's own, or one that somebody else forked for us."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int:
+        """Return the exit code, negative for a signal. May be awaited by several, and cancelled."""
+
+    def send_signal(self, signal: int) -> None:
+        """Raise ProcessLookupError when it has ended."""
+
+
+async def start_plain(spec: ChildSpec, output: int) -> Process:
+    """Start it from this thread, which must be the main one (see pdeath). Raise OSError."""
+    shim = [sys.executable, "-I", "-S", str(Path(pdeath.__file__)), str(int(spec.death_signal)), str(os.getpid())]
+    return await asyncio.create_subprocess_exec(
+        *shim,
+        *spec.command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=dict(spec.environment),
+        pass_fds=spec.pass_fds,
+        # Out of the terminal's group: Ctrl-C reaches the supervisor alone, which stops children in order.
+        start_new_session=True,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """What to run. `stop_s` is the time between SIGTERM and SIGKILL at an ordered stop, in seconds.
 
     `death_signal` is what it gets when the supervisor dies. `before_start` is awaited before each start, also a
     restart; a CliError from it ends the supervisor. `after_death` is awaited with the pid when it ended by
-    itself. `pass_fds` are inherited. `last_words` says what a log of its own tells about a failure.
+    itself. `pass_fds` are inherited. `last_words` says what a log of its own tells about a failure. `launch` starts
+    the process, with the writing end of a pipe for its output. `given_up` hears that it is no longer restarted; where
+    it is absent, that ends the supervisor.
     """
 
     name: str
@@ -44,12 +79,14 @@ class ChildSpec:
     before_start: Callable[[], Coroutine[Any, Any, None]] | None = None
     last_words: Callable[[], str] | None = None
     after_death: Callable[[int], Coroutine[Any, Any, None]] | None = None
+    launch: Callable[[ChildSpec, int], Awaitable[Process]] = start_plain
+    given_up: Callable[[CliError], None] | None = None
 
 
 class Child:
     """A running process. Its output goes line by line to `sink(name, line)`."""
 
-    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, output: int, sink: Sink) -> None:
+    def __init__(self, spec: ChildSpec, process: Process, output: int, sink: Sink) -> None:
         """Take over the process and `output`, the reading end of a pipe. Use `start`."""
         self.spec = spec
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -63,22 +100,11 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ChildSpec, sink: Sink) -> Child:
-        """Start it from this thread, which must be the main one (see pdeath). Raise OSError."""
-        shim = [sys.executable, "-I", "-S", str(Path(pdeath.__file__)), str(int(spec.death_signal)), str(os.getpid())]
+        """Start it from the main thread. Raise OSError."""
         # A pipe of our own: asyncio's would let a grandchild that holds it keep the process from ending for us.
         output, into = os.pipe()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *shim,
-                *spec.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=into,
-                stderr=into,
-                env=dict(spec.environment),
-                pass_fds=spec.pass_fds,
-                # Out of the terminal's group: Ctrl-C reaches the supervisor alone, which stops children in order.
-                start_new_session=True,
-            )
+            process = await spec.launch(spec, into)
         except BaseException:
             os.close(output)
             raise

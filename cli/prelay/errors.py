@@ -7,7 +7,8 @@ CliError                  exit code 1
 ├── ModelUnavailable      the model cannot be found, fetched or read
 ├── TooSmall              memory or /dev/shm does not hold what was asked for; names the size needed
 ├── PortTaken             the address cannot be listened on
-└── ChildFailed           a supervised process keeps failing; carries its last lines
+├── ChildFailed           a supervised process keeps failing; carries its last lines
+└── NurseryUnavailable    a worker cannot be forked; it is started as a plain process instead
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class ChildFailed(CliError):  # noqa: N818
 
     def __init__(self, message: str, tail: Sequence[str] = ()) -> None:
         super().__init__(message + _quoted(tail))
+
+
+class NurseryUnavailable(CliError):  # noqa: N818
+    """A worker cannot be forked."""
 
 
 def _quoted(tail: Sequence[str]) -> str:

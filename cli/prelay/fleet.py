@@ -7,8 +7,8 @@ import contextlib
 import os
 import shlex
 import signal
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from prelay_text.fingerprint import fingerprint
 from .child import ChildSpec
 from .embedded import EmbeddedServer
 from .errors import CliError
+from .nursery import PRELAY, Nursery, modules_for
 from .options import OPTIONS
 from .queueserver import disown, inspect_server
 from .readiness import Readiness, base_url
@@ -74,11 +75,16 @@ class Plan:
         return inherited | self.settings.environment() | decided | thread_variables(threads)
 
     def child(self, name: str, role: str, stop_s: float, threads: int) -> ChildSpec:
-        # -P: a file of the working directory must not stand in for a module.
-        command = (sys.executable, "-P", "-m", "prelay", role)
+        command = (*PRELAY, role)
         before = _sweep_first if role == "prefill" else None
         after = None if role == "api" else self._disown
         return ChildSpec(name, command, self.environment(threads), stop_s, before_start=before, after_death=after)
+
+    def nursery(self, warn: Callable[[str], None]) -> Nursery | None:
+        """Return where workers come from; those of the null model import little and are started plainly."""
+        if self.settings.null_model:
+            return None
+        return Nursery(self.environment(self.sizes.threads), modules_for(self.folder), warn)
 
     async def _disown(self, pid: int) -> None:
         """A worker that its parent saw end needs no lease to run out before its jobs go on elsewhere."""
@@ -102,6 +108,7 @@ class Fleet:
     async def run(self) -> int:
         """Serve until a signal. Return 0, or 130 after a hurried stop. Raise CliError when a part gives up."""
         self._supervisor = Supervisor(self.report.child_line)
+        self._nursery = self.plan.nursery(self.report.warn)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
@@ -135,13 +142,20 @@ class Fleet:
             failure.result()
 
     async def _bring_up(self) -> None:
-        """1 the server, 2 all other processes at once, 3 wait until the API says that the fleet is ready."""
-        await self._start_server()
+        """Start everything, and say when it serves.
+
+        1 The nursery, whose imports take longest, and the server. 2 All other processes at once. 3 Wait until the API
+        says that the fleet is ready.
+        """
         settings, supervisor = self.plan.settings, self._supervisor
+        if self._nursery is not None:
+            supervisor.keep(self._nursery.spec())
+        await self._start_server()
         self.report.step(f"model {self.plan.name} ({self.plan.folder})")
         supervisor.keep(self.plan.child("api", "api", settings.shutdown_grace_s + API_STOP_EXTRA_S, threads=1))
         for name, role in self.plan.workers():
-            supervisor.keep(self.plan.child(name, role, WORKER_STOP_S, self.plan.sizes.threads))
+            spec = self.plan.child(name, role, WORKER_STOP_S, self.plan.sizes.threads)
+            supervisor.keep(spec if self._nursery is None else self._nursery.nursed(spec))
         await Readiness(settings.host, settings.port, supervisor).wait(self.report.waiting)
         supervisor.started_up = True
         self.report.settled()
@@ -185,6 +199,7 @@ class Fleet:
 
         1 The API first: it takes no more work and ends its streams, which needs workers and queue to be there.
         2 Then the workers: they give back what they hold, which needs the queue.
+           Then the nursery, which tells how they end.
         3 Then the server: nobody writes to it any more.
         4 Then what a killed worker may have left in /dev/shm.
         """
@@ -193,6 +208,9 @@ class Fleet:
             self.report.say("stopping: the API, then the workers, then the server")
         await supervisor.stop(["api"])
         await supervisor.stop([name for name, _ in self.plan.workers()])
+        await supervisor.stop(["nursery"])
+        if self._nursery is not None:
+            self._nursery.close()
         await supervisor.stop(["server"])
         await asyncio.to_thread(sweep_segments)
         supervisor.close()

@@ -46,5 +46,5 @@ class Readiness:
 
     def _waiting_workers(self, ready: frozenset[int]) -> list[str]:
         """Names of our workers that are not among the ready pids."""
-        keepers = [k for name, k in self._supervisor.keepers.items() if name not in ("api", "server")]
+        keepers = [k for name, k in self._supervisor.keepers.items() if name not in ("api", "server", "nursery")]
         return [k.spec.name for k in keepers if k.child is None or k.child.pid not in ready]

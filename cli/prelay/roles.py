@@ -19,7 +19,7 @@ from .settings import Settings
 from .sizing import sizes
 
 #: Read by the thread pools of torch, oneDNN and numpy when they are loaded.
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def run_api(settings: Settings) -> int:
@@ -104,7 +104,7 @@ def geometry(settings: Settings, folder: Path) -> Geometry | None:
 
 def thread_variables(threads: int) -> dict[str, str]:
     """Return the variables that set a process's thread pools; set before torch is imported."""
-    return dict.fromkeys(_THREAD_VARIABLES, str(threads)) | {"TOKENIZERS_PARALLELISM": "false"}
+    return dict.fromkeys(THREAD_VARIABLES, str(threads)) | {"TOKENIZERS_PARALLELISM": "false"}
 
 
 def _set_up(settings: Settings, threads: int) -> None:

@@ -78,9 +78,9 @@ class Supervisor:
             while not keeper.unwanted.is_set():
                 await self._run_once(keeper)
         except CliError as error:
-            self._fail(error)
+            self._give_up(keeper.spec, error)
         except OSError as error:
-            self._fail(ChildFailed(f"{keeper.spec.name} cannot be started: {error}"))
+            self._give_up(keeper.spec, ChildFailed(f"{keeper.spec.name} cannot be started: {error}"))
 
     async def _run_once(self, keeper: Keeper) -> None:
         """1 prepare, 2 start, 3 wait for its end, 4 tell and judge, 5 wait and try again. Ends it when unwanted."""
@@ -108,8 +108,10 @@ class Supervisor:
             child.send(signal.SIGKILL)  # the server alone keeps its patience: it has data to sync
         await ending
 
-    def _fail(self, error: CliError) -> None:
-        if not self.failure.done():
+    def _give_up(self, spec: ChildSpec, error: CliError) -> None:
+        if spec.given_up is not None:
+            spec.given_up(error)
+        elif not self.failure.done():
             self.failure.set_exception(error)
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ from prelay import restart
 from prelay.child import LINE_BYTES, Child, ChildSpec
 from prelay.errors import ChildFailed, CliError
 from prelay.supervisor import Supervisor
+from tests.unit.cli.supervised import Lines, said
 
 #: Ends on SIGTERM, as every process does that does not say otherwise.
 SLEEPER = "import time\nprint('up', flush=True)\ntime.sleep(600)"
@@ -27,45 +27,6 @@ STUBBORN = (
 
 def spec(name: str, code: str, **more: object) -> ChildSpec:
     return ChildSpec(name, (sys.executable, "-I", "-S", "-c", code), **more)  # type: ignore[arg-type]
-
-
-class Lines:
-    """What children said, and a way to wait for it."""
-
-    def __init__(self) -> None:
-        self.all: list[tuple[str, str]] = []
-        self._changed = asyncio.Condition()
-        self._new = asyncio.Event()
-
-    def __call__(self, name: str, line: str) -> None:
-        self.all.append((name, line))
-        self._new.set()
-
-    async def wait_for(self, wanted: Callable[[list[tuple[str, str]]], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not wanted(self.all):
-                self._new.clear()
-                await self._new.wait()
-
-
-@pytest.fixture
-def lines() -> Lines:
-    return Lines()
-
-
-@pytest.fixture
-async def supervisor(lines: Lines) -> AsyncIterator[Supervisor]:
-    before = set(psutil.Process().children(recursive=True))
-    found = Supervisor(lines)
-    yield found
-    found.hurry.set()
-    await found.stop(list(found.keepers))
-    found.close()
-    assert set(psutil.Process().children(recursive=True)) <= before
-
-
-def said(name: str, line: str, times: int = 1) -> Callable[[list[tuple[str, str]]], bool]:
-    return lambda lines: lines.count((name, line)) >= times
 
 
 async def test_a_child_that_dies_is_started_again_under_a_new_pid(supervisor: Supervisor, lines: Lines) -> None:
