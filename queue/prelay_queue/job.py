@@ -119,7 +119,7 @@ class Claim:
     ids: tuple[int, ...] = ()
     kv: bytes = b""
     preemptions: int = 0
-    alone: bool = False  # run with no neighbour: it was in two batches that crashed
+    alone_until: int = -1  # it was in crashes: no neighbour while no more tokens than this stand
     submitted_ms: int = 0  # server time
     deadline_ms: int = 0  # server time, 0 is none
     extra: dict[str, str] = field(default_factory=dict)
@@ -127,6 +127,11 @@ class Claim:
     @property
     def id(self) -> str:
         return self.spec.id
+
+    @property
+    def alone(self) -> bool:
+        """Whether it must begin with no neighbour."""
+        return len(self.ids) <= self.alone_until
 
     @property
     def remaining(self) -> int:

@@ -20,7 +20,7 @@ job:<id>            hash     one job (one choice). Fields:
                                kv   hand-over reference (opaque JSON) while STAGED or ADOPTING
                                kvo  incarnation that holds the exported KV; kve its epoch
                                pe   times preempted      why  cause of the last preempt
-                               cr   crashes in a batch   ca   crashes while alone     cs  seq of the last crash
+                               cr   crashes in company   ca   crashes while alone     cs  `nx` at the last crash
                                rs:<ep>  the resume with which epoch <ep> began
                                fin  finish reason        err  error body (JSON)       end  end time, server ms
                              PEXPIRE after the end (retention).

@@ -148,14 +148,14 @@ def _claimed(raw: Any) -> Claimed:
     code = text(raw[0])
     if code != "ok":
         return Claimed(code)
-    _, epoch, spec, kv, preempts, crashes, submitted, deadline, ids = raw
+    _, epoch, spec, kv, preempts, alone_until, submitted, deadline, ids = raw
     claim = Claim(
         spec=JobSpec.decode(spec),
         epoch=int(epoch),
         ids=tuple(ids),
         kv=kv if isinstance(kv, bytes) else str(kv).encode(),
         preemptions=int(preempts),
-        alone=int(crashes) >= 2,
+        alone_until=int(alone_until),
         submitted_ms=int(submitted),
         deadline_ms=int(deadline),
     )
@@ -229,13 +229,19 @@ class Scripts:
         return self._call("cancel", text, job, token)
 
     def reap(
-        self, limit: int, preempt_grace_ms: int, queued_check_ms: int, max_alone_crashes: int, error: str
+        self,
+        limit: int,
+        preempt_grace_ms: int,
+        queued_check_ms: int,
+        max_alone_crashes: int,
+        error: str,
+        latest_ms: int = 0,
     ) -> Call[Reaped]:
-        """Give back expired leases, unanswered preempts and lost stream entries."""
+        """Give back expired leases, unanswered preempts and lost stream entries; nothing after `latest_ms`."""
         return self._call(
             "reap",
             lambda raw: Reaped(*(_texts(ids) for ids in raw)),
-            limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error,
+            limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error, latest_ms,
         )  # fmt: skip
 
     def view(self, job: str) -> Call[LogView | None]:

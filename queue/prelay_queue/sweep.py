@@ -18,7 +18,7 @@ MAX_ALONE_CRASHES = 2
 #: What the client of such a job is told.
 CRASHED_ALONE = orjson.dumps(
     {
-        "message": "the request was given up: the worker process ended twice while running it alone",
+        "message": "the request was given up: the worker process ended each time while running it",
         "type": "server_error",
         "code": "worker_crashed",
         "param": None,
@@ -27,9 +27,13 @@ CRASHED_ALONE = orjson.dumps(
 ).decode()
 
 
-def sweep(scripts: Scripts, times: QueueTimes) -> Call[Reaped]:
-    """The call. Send it only after one lease of uninterrupted contact: an outage must not expire the world."""
-    return scripts.reap(LIMIT, times.preempt_grace_ms, times.queued_check_ms, MAX_ALONE_CRASHES, CRASHED_ALONE)
+def sweep(scripts: Scripts, times: QueueTimes, latest_ms: int = 0) -> Call[Reaped]:
+    """The call. Send it only after one lease of uninterrupted contact: an outage must not expire the world.
+
+    A call that reaches the server after `latest_ms` (server time; 0: whenever) does nothing.
+    """
+    grace_ms, check_ms = times.preempt_grace_ms, times.queued_check_ms
+    return scripts.reap(LIMIT, grace_ms, check_ms, MAX_ALONE_CRASHES, CRASHED_ALONE, latest_ms)
 
 
 def say(swept: Reaped) -> None:

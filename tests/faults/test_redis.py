@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,18 +17,18 @@ from prelay_queue.keys import GROUP
 from prelay_worker.config import Role
 from tests.bed.processes import until
 from tests.bed.servers import Server
-from tests.faults.fleet import NULL, NullFleet, null_fleet
+from tests.faults.fleet import NULL, TIMES, NullFleet, null_fleet
 from tests.faults.proxy import CuttingProxy
 
 SLOW = replace(NULL, step_ms=8, divergent=True)
 
 
 @contextmanager
-def working(server: Server, jobs: int = 12, max_tokens: int = 60) -> Iterator[NullFleet]:
+def working(server: Server, jobs: int = 12, max_tokens: int = 60, blocks: int = 100) -> Iterator[NullFleet]:
     """A fleet in the middle of its work."""
     with null_fleet(server, null=SLOW) as fleet:
         fleet.start(Role.PREFILL, blocks=256)
-        fleet.start(Role.DECODE, blocks=100)
+        fleet.start(Role.DECODE, blocks=blocks)
         fleet.until_ready()
         fleet.submit(jobs, max_tokens=max_tokens)
         until(lambda: sum(len(fleet.view(client).ids) for client in fleet.clients) > 20)
@@ -147,3 +148,27 @@ def test_replies_cut_after_the_request_double_nothing(shared_server: Server, tmp
             fleet.finish()
     finally:
         proxy.close()
+
+
+def test_a_redis_that_stands_still_for_more_than_a_lease_expires_nobody(own_server: Server) -> None:
+    with working(own_server, blocks=600) as fleet:
+        fleet.until_done()
+        time.sleep(TIMES.lease_ms / 1000)  # so that the sweeps have begun
+        clients = fleet.submit(8, max_tokens=200)
+        until(lambda: sum(len(fleet.view(client).ids) for client in clients) > 200)
+        own_server.kill(signal.SIGSTOP)
+        time.sleep(TIMES.lease_ms / 1000 + 0.3)  # the fault itself: shorter than the time-outs, longer than a lease
+        own_server.kill(signal.SIGCONT)
+        fleet.until_done()
+        assert "reaped" not in fleet.logs()
+        fleet.finish()
+
+
+def test_a_redis_that_stands_still_for_longer_than_every_time_out_costs_no_token(own_server: Server) -> None:
+    with working(own_server) as fleet:
+        own_server.kill(signal.SIGSTOP)
+        time.sleep(6)  # the fault itself
+        own_server.kill(signal.SIGCONT)
+        fleet.until_done()
+        assert fleet.ended == []
+        fleet.finish()

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from prelay_queue.state import SWEPT_IN, Event, State, advance
 
-#: Crashes in company after which a job runs alone, and crashes alone that end it.
-COMPANY, ALONE = 2, 2
+#: Crashes in company after which a job runs alone, crashes alone that end it, crashes of both kinds that end it, and
+#: how far past the last crash it must be to have company again.
+COMPANY, ALONE, CRASHES, QUARANTINE = 2, 2, 8, 4
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Job:
     resumes: dict[int, int] = field(default_factory=lambda: {1: 0})
     crashes: int = 0
     crashes_alone: int = 0
+    crashed_at: int = 0
     preemptions: int = 0
     reason: str = ""
     attempts: list[tuple[int, str]] = field(default_factory=list)  # all that ever could write: (epoch, owner)
@@ -48,7 +50,7 @@ class Job:
 
     @property
     def alone(self) -> bool:
-        return self.crashes >= COMPANY
+        return self.crashes >= COMPANY and len(self.log) <= self.crashed_at + QUARANTINE
 
     @property
     def zombies(self) -> list[tuple[int, str]]:
@@ -96,7 +98,8 @@ class Job:
                 self.crashes_alone += 1
             else:
                 self.crashes += 1
-        if self.crashes_alone >= ALONE:
+            self.crashed_at = len(self.log)
+        if self.crashes_alone >= ALONE or self.crashes + self.crashes_alone >= CRASHES:
             self.end("error")
             return "dead"
         self._to(Event.REAP)

@@ -398,3 +398,39 @@ def test_a_rebuilt_job_can_crash_and_go_on(desk: Desk) -> None:
     assert claim is not None
     assert (claim.epoch, claim.ids) == (4, (7, 8))
     assert desk.lease_left_ms() <= LEASE_MS
+
+
+def test_a_job_that_got_past_the_step_where_it_crashed_has_company_again(desk: Desk) -> None:
+    desk.submit()
+    for epoch in (1, 2):
+        run_to_decode(desk, epoch)
+        desk.crash()
+    assert run_to_decode(desk, 3) is True
+    desk.emit(3, (20, 21, 22, 23), epoch=3)  # 7 stand; it crashed at 2
+    desk.preempt(3)
+    desk.requeue(-1, ME, epoch=3)
+    assert run_to_decode(desk, 4) is False
+    desk.crash()
+    assert (desk.fields()["cr"], desk.fields()["ca"]) == ("3", "0")
+    assert run_to_decode(desk, 5) is True  # it crashed at a later step: alone until past that
+
+
+def test_a_job_that_crashes_a_little_later_each_time_is_given_up_too(desk: Desk) -> None:
+    desk.submit(new_job(max_tokens=100))
+    for epoch in range(1, 8):
+        run_to_decode(desk, epoch)
+        seq = len(desk.view().ids)
+        desk.emit(seq, tuple(range(6)), epoch=epoch)
+        assert desk.crash().reaped == (JOB,)
+    run_to_decode(desk, 8)
+    assert desk.crash().dead == (JOB,)
+
+
+def test_a_sweep_that_was_held_up_on_its_way_does_nothing(desk: Desk) -> None:
+    desk.to(State.DECODE)
+    desk.expire_lease()
+    before = desk.snapshot()
+    late, in_time = desk.now_ms() - 1, desk.now_ms() + 60_000
+    assert desk.run(desk.scripts.reap(100, 0, 10**9, 2, "", late)) == Reaped()
+    assert desk.snapshot() == before
+    assert desk.run(desk.scripts.reap(100, 0, 10**9, 2, "", in_time)).reaped == (JOB,)

@@ -59,11 +59,19 @@ local function release_export(id)
   end
 end
 
+-- A job that was in two crashes may be their cause: it runs alone until it is this many tokens past the last one (a
+-- worker may be some steps ahead of the log). Answers the last `nx` at which it must, -1 for never.
+local QUARANTINE = 4
+local function alone_until(id)
+  if number(id, 'cr') < 2 then return -1 end
+  return number(id, 'cs') + QUARANTINE
+end
+
 -- Put a waiting job into its work stream. Not for a job that stands in one already.
 local function push(id, stage, kind)
-  local v = redis.call('HMGET', jobkey(id), 'cls', 'pt', 'nx', 'cr')
+  local v = redis.call('HMGET', jobkey(id), 'cls', 'pt', 'nx')
   local stream = P .. 'work:' .. stage .. ':' .. v[1] .. ':' .. kind
-  local alone = (tonumber(v[4] or '0') or 0) >= 2 and 1 or 0
+  local alone = tonumber(v[3]) <= alone_until(id) and 1 or 0
   local entry = redis.call('XADD', stream, '*', 'id', id, 'tok', tonumber(v[2]) + tonumber(v[3]), 'al', alone)
   redis.call('HSET', jobkey(id), 'sk', stream, 'si', entry)
 end

@@ -36,5 +36,5 @@ elseif not mine then
   drop_entry()
   return { 'stale' }
 end
-local f = redis.call('HMGET', jobkey(id), 'ep', 'spec', 'kv', 'pe', 'cr', 'sub', 'dl')
-return { 'ok', f[1], f[2], f[3] or '', f[4], f[5], f[6], f[7], log_ids(id) }
+local f = redis.call('HMGET', jobkey(id), 'ep', 'spec', 'kv', 'pe', 'sub', 'dl')
+return { 'ok', f[1], f[2], f[3] or '', f[4], alone_until(id), f[5], f[6], log_ids(id) }

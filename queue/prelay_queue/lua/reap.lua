@@ -1,9 +1,17 @@
--- reap(limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error): give back what nobody looks after.
--- Run it only after one lease of uninterrupted contact. Answers {reaped ids}, {requeued ids}, {pushed ids}, {dead ids}.
+-- reap(limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error, latest_ms): give back what nobody looks after.
+-- Run it only after one lease of uninterrupted contact. A call that arrives after `latest_ms` (server time; 0: any) was
+-- held up, perhaps with everybody's renewals behind it, and does nothing.
+-- Answers {reaped ids}, {requeued ids}, {pushed ids}, {dead ids}.
 local limit, grace, check, max_alone, dead_error =
   tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
+local latest = tonumber(ARGV[6])
 local now = now_ms()
 local reaped, requeued, pushed, dead = {}, {}, {}, {}
+
+if latest > 0 and now > latest then return { reaped, requeued, pushed, dead } end
+
+-- Crashes of all kinds after which a job is given up: one that gets a little further each time must end too.
+local MAX_CRASHES = 8
 
 local function due(index, before)
   return redis.call('ZRANGEBYSCORE', P .. index, '-inf', before, 'LIMIT', 0, limit)
@@ -11,20 +19,22 @@ end
 
 -- 1. Leases that ended: the owner died, hangs or is cut off. A crash while alone counts towards the dead letter.
 for _, id in ipairs(due('leases', now)) do
-  local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'ow', 'cr', 'nx')
+  local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'ow', 'nx')
   if not v[1] or not advance(v[1], 'reap') then
     redis.call('ZREM', P .. 'leases', id)
   else
-    local ep, crashes = tonumber(v[2]), tonumber(v[4])
+    local ep = tonumber(v[2])
     control(v[3], 'stop', id, ep)
     -- Waiting staged is not running: the exporter's death says nothing about this job.
     if v[1] ~= 'staged' then
-      redis.call('HINCRBY', jobkey(id), crashes >= 2 and 'ca' or 'cr', 1)
-      redis.call('HSET', jobkey(id), 'cs', v[5])
+      redis.call('HINCRBY', jobkey(id), tonumber(v[4]) <= alone_until(id) and 'ca' or 'cr', 1)
+      redis.call('HSET', jobkey(id), 'cs', v[4])
     end
-    if number(id, 'ca') >= max_alone then
+    local company, alone = number(id, 'cr'), number(id, 'ca')
+    if alone >= max_alone or company + alone >= MAX_CRASHES then
       conclude(id, v[1], ep, 'error', dead_error)
-      redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 10000, '*', 'id', id, 'why', 'crashed alone')
+      local why = company .. ' crashes in company, ' .. alone .. ' alone'
+      redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 10000, '*', 'id', id, 'why', why)
       table.insert(dead, id)
     else
       restart(id, v[1], ep, -1)

@@ -27,6 +27,7 @@ class FakeQueue:
         self.sent: list[Call[Any]] = []
         self.answer: Any = ()
         self.before: Any = lambda: None
+        self.offset = 0  # of the server's clock, ms
 
     def run(self, call: Call[Any]) -> Any:
         self.sent.append(call)
@@ -104,19 +105,57 @@ def test_a_sweep_waits_for_one_lease_of_contact_and_an_outage_begins_it_anew(kep
     keeper, queue, _ = kept
     queue.answer = Reaped()
 
-    def swept() -> bool:
-        queue.sent.clear()
-        keeper._attempt(keeper._sweep)
-        return bool(queue.sent)
-
-    assert not swept()
-    clock[0] += 0.9
-    assert not swept()
-    clock[0] += 0.2
-    assert swept()
+    assert not swept(kept, clock)
+    pass_time(clock, kept, 0.9)
+    assert not swept(kept, clock)
+    pass_time(clock, kept, 0.2)
+    assert swept(kept, clock)
     queue.answer = QueueUnavailable("away")
-    swept()
+    keeper._attempt(keeper._sweep)
     queue.answer = Reaped()
-    assert not swept()
-    clock[0] += 1.1
-    assert swept()
+    assert not swept(kept, clock)
+    pass_time(clock, kept, 1.1)
+    assert swept(kept, clock)
+
+
+def test_a_gap_in_the_servers_time_begins_it_anew_though_no_call_failed(kept: Kept, clock: list[float]) -> None:
+    pass_time(clock, kept, 1.2)
+    assert swept(kept, clock)
+    beat(kept, clock, stood_still_ms=TIMES.lease_ms)
+    assert not swept(kept, clock)
+    pass_time(clock, kept, 0.9)
+    assert not swept(kept, clock)
+    pass_time(clock, kept, 0.2)
+    assert swept(kept, clock)
+
+
+def test_a_sweep_says_until_when_it_counts(kept: Kept, clock: list[float]) -> None:
+    keeper, queue, _ = kept
+    pass_time(clock, kept, 1.2)
+    clock[0] += 0.1
+    queue.answer = Reaped()
+    keeper._sweep()
+    assert queue.sent[-1].args[-1] == int(clock[0] * 1000) + TIMES.lease_ms // 4
+
+
+def beat(kept: Kept, clock: list[float], stood_still_ms: int = 0) -> None:
+    keeper, queue, _ = kept
+    queue.offset += stood_still_ms
+    queue.answer = int(clock[0] * 1000) + queue.offset
+    keeper._attempt(keeper._beat)
+
+
+def pass_time(clock: list[float], kept: Kept, seconds: float) -> None:
+    """With a heartbeat now and then, as the thread does."""
+    beat(kept, clock)
+    for _ in range(4):
+        clock[0] += seconds / 4
+        beat(kept, clock)
+
+
+def swept(kept: Kept, clock: list[float]) -> bool:
+    keeper, queue, _ = kept
+    queue.answer = Reaped()
+    queue.sent.clear()
+    keeper._attempt(keeper._sweep)
+    return bool(queue.sent)

@@ -126,7 +126,7 @@ def test_a_waiting_claim_that_an_operator_evicts_is_given_up() -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_job_that_must_run_alone_runs_alone(first: bool) -> None:
     worker, _ = make_worker(Role.UNIFIED, blocks=16)
-    alone, other = make_claim("a/0", alone=True), make_claim("b/0")
+    alone, other = make_claim("a/0", alone_until=4), make_claim("b/0")
     give(worker, *((alone, other) if first else (other, alone)))
     running = "a/0@1" if first else "b/0@1"
     assert list(worker.attempts) == [running]
@@ -134,6 +134,18 @@ def test_a_job_that_must_run_alone_runs_alone(first: bool) -> None:
     give(worker, Stop(job, 1, "done"))
     assert len(worker.attempts) == 1
     assert running not in worker.attempts
+
+
+def test_a_job_that_is_past_the_step_where_it_crashed_has_company_again() -> None:
+    worker, _ = make_worker(Role.UNIFIED, blocks=16)
+    give(worker, make_claim("a/0", alone_until=2), make_claim("b/0"))
+    for emitted in (1, 2):
+        step(worker)
+        give(worker)
+        assert (worker.attempts["a/0@1"].emitted, list(worker.attempts)) == (emitted, ["a/0@1"])
+    step(worker)
+    give(worker)
+    assert list(worker.attempts) == ["a/0@1", "b/0@1"]
 
 
 def test_after_enough_preempts_all_remaining_blocks_are_reserved_on_the_side_that_decodes() -> None:

@@ -41,6 +41,7 @@ class LeaseKeeper:
         self._status: dict[str, Any] = {}
         self._stopping = threading.Event()
         self._contact_since: float | None = None
+        self._beaten: tuple[int, float] | None = None  # server ms and monotonic seconds of the last heartbeat
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
     def start(self) -> None:
@@ -133,7 +134,11 @@ class LeaseKeeper:
 
     def _beat(self) -> None:
         status = {**self._status, "progress_ms": self.progress_ms}
-        self._queue.run(self._queue.scripts.beat(self._worker, status, self._times.worker_ttl_ms))
+        server_ms = self._queue.run(self._queue.scripts.beat(self._worker, status, self._times.worker_ttl_ms))
+        if self._beaten is not None and server_ms - self._beaten[0] > self._times.lease_ms / 2:
+            # Redis, this host or this process stood still. Others may have too, and need one lease to renew.
+            self._contact_since = None
+        self._beaten = (server_ms, time.monotonic())
 
     def _forget_lost_peers(self) -> None:
         """A mapping pins its owner's memory: unmap the peers whose heartbeat is gone. A later copy maps again."""
@@ -144,9 +149,14 @@ class LeaseKeeper:
 
     def _sweep(self) -> None:
         # An outage must not expire the world: the holders need one lease to renew first.
-        if self._contact_since is None or (time.monotonic() - self._contact_since) * 1000 < self._times.lease_ms:
+        now = time.monotonic()
+        if self._contact_since is None or (now - self._contact_since) * 1000 < self._times.lease_ms:
             return
-        say(self._queue.run(sweep(self._queue.scripts, self._times)))
+        if self._beaten is None:
+            return
+        server_ms, at = self._beaten
+        latest_ms = server_ms + int((now - at) * 1000) + self._times.lease_ms // 4
+        say(self._queue.run(sweep(self._queue.scripts, self._times, latest_ms)))
 
     def farewell(self) -> None:
         """Remove the heartbeat: the fleet need not wait for it to expire."""

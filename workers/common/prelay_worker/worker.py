@@ -58,6 +58,11 @@ class Attempt:
     def key(self) -> str:
         return key_of(self.claim.id, self.claim.epoch)
 
+    @property
+    def alone(self) -> bool:
+        """Whether it may have no neighbour yet: it is not past the step at which it crashed."""
+        return self.emitted <= self.claim.alone_until
+
 
 class Worker(ABC):
     """What prefill, decode and unified workers share. Subclasses say how a claim becomes work."""
@@ -216,7 +221,7 @@ class Worker(ABC):
     def _has_room(self, claim: Claim) -> bool:
         if claim.alone and (self.engine.running or self.engine.waiting):
             return False
-        if any(attempt.claim.alone for attempt in self.attempts.values()):
+        if any(attempt.alone for attempt in self.attempts.values()):
             return False
         if self.reserved(claim):
             return self.engine.room(len(claim.spec.prompt_ids) + claim.spec.sampling.max_tokens)
@@ -268,7 +273,7 @@ class Worker(ABC):
         stats = self.engine.stats()
         # A held sequence, waiting to be copied away, takes blocks but no slot.
         slots = max(0, self.config.max_running - self.engine.running - self.engine.waiting)
-        alone = any(a.claim.alone for a in self.attempts.values())
+        alone = any(attempt.alone for attempt in self.attempts.values())
         self._admission.publish(stats.free, slots, closed=bool(self._heads) or self._draining or alone)
         self.leases.publish(
             {
