@@ -68,8 +68,9 @@ class Serving:
         return [w for w in listed if role in ("", w["role"]) and not w["stale"]]
 
     def kill(self, role: str) -> int:
-        """SIGKILL the one worker of a role; return its pid."""
-        (worker,) = self.workers(role)
+        """SIGKILL the worker of a role that runs something, or its only one; return its pid."""
+        workers = self.workers(role)
+        (worker,) = workers if len(workers) == 1 else [w for w in workers if w["running"]]
         os.kill(worker["pid"], signal.SIGKILL)
         return int(worker["pid"])
 

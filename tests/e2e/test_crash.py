@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,17 @@ STORY = {
     "ignore_eos": True,
 }
 
-#: Seconds: lease (10), sweep (1), and the time of a fresh prefill.
+#: Seconds in which a stream must go on, whoever was killed.
 RECOVERY_S = 15.0
+#: The same where the killed worker was the only one of its kind, and its successor must load the model first. On two
+#: quiet cores that is about five seconds; a busy machine gets time, because nothing here is measured.
+RELOAD_S = 90.0
+
+Watch = Callable[[Answer], None]
 
 
-def killing(server: Serving, role: str, after: int) -> tuple[list[float], object]:
-    """A callback that kills the worker of `role` after so many tokens, and notes when text came after that."""
+def killing(server: Serving, role: str, after: int) -> tuple[list[float], Watch]:
+    """A callback that kills the busy worker of `role` after so many tokens, and notes when text came after that."""
     times: list[float] = []
 
     def on_frame(answer: Answer) -> None:
@@ -41,33 +47,46 @@ def killing(server: Serving, role: str, after: int) -> tuple[list[float], object
     return times, on_frame
 
 
-@pytest.fixture
-def server(demo_model: Path) -> object:
-    with serving("--served-model-name", "demo", model=demo_model) as running:
-        yield running
+def longest(times: list[float]) -> float:
+    return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
-def test_killed_workers_do_not_change_a_stream(server: Serving) -> None:
-    undisturbed = stream(server.url, STORY)
-    undisturbed.check()
+def test_a_killed_decode_worker_does_not_change_its_stream_and_another_goes_on(demo_model: Path) -> None:
+    with serving("--served-model-name", "demo", "--decode", "2", model=demo_model) as server:
+        undisturbed = stream(server.url, STORY)
+        undisturbed.check()
 
-    # Decode dies: its job is reaped, prefilled again with what stands, and decoded by the worker that comes back.
-    times, on_frame = killing(server, "decode", after=12)
-    answer = stream(server.url, STORY, on_frame)  # type: ignore[arg-type]
-    answer.check()
-    assert answer.text == undisturbed.text
-    assert answer.usage == undisturbed.usage
-    assert len(answer.epochs) == 2
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert max(gaps) < RECOVERY_S, gaps
+        times, on_frame = killing(server, "decode", after=12)
+        answer = stream(server.url, STORY, on_frame)
 
-    # Prefill dies while decode streams: nothing is lost, and the next request is served when it is back.
-    server.until_ready()
-    _, on_frame = killing(server, "prefill", after=12)
-    answer = stream(server.url, STORY, on_frame)  # type: ignore[arg-type]
-    answer.check()
-    assert answer.text == undisturbed.text
-    server.until_ready()
-    assert stream(server.url, STORY).text == undisturbed.text
-    server.until_drained()
-    assert not sweep(), "the dead worker's segment is still there"
+        answer.check()
+        assert answer.text == undisturbed.text
+        assert answer.usage == undisturbed.usage
+        assert answer.epochs[-1] == 2
+        assert longest(times) < RECOVERY_S, times
+        server.until_ready()
+        server.until_drained()
+
+
+def test_killed_workers_that_were_the_only_ones_come_back_and_go_on(demo_model: Path) -> None:
+    with serving("--served-model-name", "demo", model=demo_model) as server:
+        undisturbed = stream(server.url, STORY)
+
+        times, on_frame = killing(server, "decode", after=12)
+        answer = stream(server.url, STORY, on_frame)
+        answer.check()
+        assert answer.text == undisturbed.text
+        assert longest(times) < RELOAD_S, times
+
+        # Prefill dies while decode streams: nothing is lost, and the next request is served when it is back.
+        server.until_ready()
+        times, on_frame = killing(server, "prefill", after=12)
+        answer = stream(server.url, STORY, on_frame)
+        answer.check()
+        assert answer.text == undisturbed.text
+        assert answer.epochs[-1] == 1
+        assert longest(times) < RECOVERY_S, times
+        server.until_ready()
+        assert stream(server.url, STORY).text == undisturbed.text
+        server.until_drained()
+        assert not sweep(), "the dead worker's segment is still there"
