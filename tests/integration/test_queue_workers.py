@@ -11,7 +11,7 @@ from prelay_queue.job import Priority
 from prelay_queue.keys import GROUP
 from prelay_queue.state import State
 from tests.bed.servers import Server
-from tests.integration.queue_desk import D1, DOMAIN, P1, P2, Desk, at_desk, new_job
+from tests.integration.queue_desk import API, D1, DOMAIN, P1, P2, Desk, at_desk, new_job
 
 TTL_MS = 15_000
 
@@ -151,3 +151,23 @@ def test_nobody_is_disowned_by_an_empty_prefix(desk: Desk) -> None:
     before = desk.snapshot()
     assert desk.run(desk.scripts.disown("")) == 0
     assert desk.snapshot() == before
+
+
+# attend
+
+
+def test_an_api_process_that_attends_has_a_live_stream_that_lives_as_long(desk: Desk, any_server: Server) -> None:
+    any_server.client.config_set("maxmemory", 1)  # also on a full server
+    try:
+        entry = desk.run(desk.scripts.attend(API, 30, begin=True))
+        assert desk.run(desk.scripts.attend(API, 30, begin=False)) == ""
+    finally:
+        any_server.client.config_set("maxmemory", 0)
+    assert desk.redis.xrange(desk.keys.live(API), entry, entry) != []
+    for key in (desk.keys.live(API), desk.keys.api(API)):
+        assert 25 < desk.redis.ttl(key) <= 30
+
+
+def test_attending_alone_makes_no_stream(desk: Desk) -> None:
+    assert desk.run(desk.scripts.attend(API, 30, begin=False)) == ""
+    assert not desk.redis.exists(desk.keys.live(API))
