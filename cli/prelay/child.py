@@ -39,7 +39,7 @@ class Process(Protocol):
     async def wait(self) -> int:
         """Return the exit code, negative for a signal. May be awaited by several, and cancelled."""
 
-    def send_signal(self, signal: int) -> None:
+    def send_signal(self, number: int, /) -> None:
         """Raise ProcessLookupError when it has ended."""
 
 

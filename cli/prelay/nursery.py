@@ -78,10 +78,10 @@ class Fork:
     async def wait(self) -> int:
         return await asyncio.shield(self._code)
 
-    def send_signal(self, signal: int) -> None:
+    def send_signal(self, number: int, /) -> None:
         if self._code.done():
             raise ProcessLookupError
-        _send_through(self._pidfd, signal)
+        signal.pidfd_send_signal(self._pidfd, number)
 
     def ended(self, code: int) -> None:
         if not self._code.done():
@@ -213,7 +213,7 @@ class Nursery:
         asked = self._asked.get(number)
         if asked is None or asked.done():  # it was not waited for, and a plain process is in its place
             with suppress(ProcessLookupError):
-                _send_through(pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
             return
         self._forks[pid] = Fork(pid, pidfd)
@@ -243,7 +243,3 @@ class Nursery:
         self._why = str(error).partition("\n")[0]
         if not self._ready.done():
             self._ready.set_result(False)
-
-
-def _send_through(pidfd: int, number: int) -> None:
-    signal.pidfd_send_signal(pidfd, number)
