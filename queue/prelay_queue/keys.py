@@ -19,6 +19,7 @@ job:<id>            hash     one job (one choice). Fields:
                                ce   "<work stream> <entry id>" of the last claim, so that a repeat is known as one
                                kv   hand-over reference (opaque JSON) while STAGED or ADOPTING
                                kvo  incarnation that holds the exported KV; kve its epoch
+                               wp   epoch that an operator wants preempted
                                pe   times preempted      why  cause of the last preempt
                                cr   crashes in company   ca   crashes while alone     cs  `nx` at the last crash
                                rs:<ep>  the resume with which epoch <ep> began

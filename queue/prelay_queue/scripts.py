@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 NAMES = (
     "submit", "claim", "handoff", "adopt", "emit", "preempt", "requeue", "renew", "finish", "cancel", "reap",
-    "view", "beat", "tidy", "disown", "attend",
+    "view", "beat", "tidy", "disown", "attend", "evict",
 )  # fmt: skip
 
 #: Only submit may be refused for memory: what drains the server must always run.
@@ -252,6 +252,10 @@ class Scripts:
         """Say that a worker lives and how it stands: the server's time in ms, which is in the heartbeat too."""
         assert status, "the script adds a field to it"
         return self._call("beat", int, worker, orjson.dumps(status), ttl_ms)
+
+    def evict(self, job: str) -> Call[tuple[str, str, int]]:
+        """Ask whoever runs the job to give this attempt up: (state, owner asked or '', epoch); state may be gone."""
+        return self._call("evict", lambda raw: (text(raw[0]), text(raw[1]), int(raw[2])), job)
 
     def attend(self, api: str, ttl_s: int, *, begin: bool) -> Call[str]:
         """Say that an API process lives; with `begin` make its live stream: the entry to read on from."""

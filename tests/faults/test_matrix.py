@@ -57,7 +57,8 @@ def evict_everything(fleet: NullFleet, worker: WorkerProcess) -> None:
 def run_case(server: Server, role: Role, fault: str, divergent: bool) -> None:
     """1 the worker that will fail has the field to itself, 2 its fault happens, 3 the others come, 4 all ends well."""
     point = fault.partition("=")[0]
-    with null_fleet(server, null=replace(NULL, divergent=divergent)) as fleet:
+    step_ms = 25 if point.startswith("renew") else NULL.step_ms  # long enough to be renewed
+    with null_fleet(server, null=replace(NULL, divergent=divergent, step_ms=step_ms)) as fleet:
         if role is Role.DECODE:
             fleet.start(Role.PREFILL)
         failing = fleet.start(role, fault, blocks=22)

@@ -11,7 +11,7 @@ from prelay_queue.job import Priority
 from prelay_queue.keys import GROUP
 from prelay_queue.state import State
 from tests.bed.servers import Server
-from tests.integration.queue_desk import API, D1, DOMAIN, P1, P2, Desk, at_desk, new_job
+from tests.integration.queue_desk import API, D1, DOMAIN, JOB, P1, P2, Desk, at_desk, new_job
 
 TTL_MS = 15_000
 
@@ -171,3 +171,29 @@ def test_an_api_process_that_attends_has_a_live_stream_that_lives_as_long(desk: 
 def test_attending_alone_makes_no_stream(desk: Desk) -> None:
     assert desk.run(desk.scripts.attend(API, 30, begin=False)) == ""
     assert not desk.redis.exists(desk.keys.live(API))
+
+
+def test_a_wish_to_evict_follows_a_job_that_is_handed_over_meanwhile(desk: Desk) -> None:
+    desk.mind(P1, D1)
+    desk.to(State.STAGED)
+    assert desk.run(desk.scripts.evict(JOB)) == ("staged", P1, 1)
+    assert ("preempt", JOB, 1) in desk.told(P1)
+
+    desk.claim(D1, f"decode:{DOMAIN}")
+
+    assert desk.told(D1) == [("preempt", JOB, 1)]
+
+
+def test_a_wish_to_evict_is_over_with_its_epoch(desk: Desk) -> None:
+    desk.mind(P1, D1)
+    desk.to(State.DECODE)
+    desk.run(desk.scripts.evict(JOB))
+    desk.preempt()
+    desk.requeue(-1)
+    assert desk.run(desk.scripts.evict(JOB)) == ("queued", "", 2)
+    desk.claim(P1)
+    assert ("preempt", JOB, 2) not in desk.told(P1)
+
+
+def test_a_job_that_is_not_known_cannot_be_evicted(desk: Desk) -> None:
+    assert desk.run(desk.scripts.evict("never/0")) == ("gone", "", 0)

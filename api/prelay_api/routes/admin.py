@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request
 from redis.exceptions import RedisError
 from starlette.responses import Response
@@ -61,7 +60,10 @@ async def preempt(request: Request, request_id: str) -> Response:
     choices = await _choices(queue, request_id)
     if not choices:
         return _unknown(request_id)
-    told = [{"index": c.index, "state": c.state, "asked": await _evict(queue, request_id, c)} for c in choices]
+    told = []
+    for choice in choices:
+        state, asked, _ = await queue.run(queue.scripts.evict(f"{request_id}/{choice.index}"))
+        told.append({"index": choice.index, "state": state, "asked": asked or None})
     return json_reply({"id": request_id, "choices": told}, 202)
 
 
@@ -99,21 +101,6 @@ def _choice(index: int, row: dict[str, str]) -> _Choice:
     numbers = {name: int(row[field] or 0) for name, field in _NUMBERS.items()}
     words = {name: row[field] for name, field in _WORDS.items()}
     return _Choice(index, numbers, words, len(row["at"].split()))
-
-
-async def _evict(queue: AsyncQueue, request_id: str, choice: _Choice) -> str | None:
-    """Ask the owner to give the attempt up; return the owner, or None when nobody runs it. Raise QueueError."""
-    owner = choice.words["owner"]
-    if choice.state not in _RUNNING or not owner:
-        return None
-    command = {"op": "preempt", "id": f"{request_id}/{choice.index}", "ep": choice.numbers["epoch"]}
-    try:
-        entry = await queue.redis.xadd(
-            queue.keys.control(owner), {"c": orjson.dumps(command)}, maxlen=1000, nomkstream=True
-        )
-    except RedisError as error:
-        raise translate(error) from None
-    return owner if entry is not None else None
 
 
 def _unknown(request_id: str) -> Response:

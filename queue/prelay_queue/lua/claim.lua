@@ -32,6 +32,7 @@ if st and not mine and v[4] == stream and v[5] == entry then
   unpush(id)
   enter(id, st, to, now_ms() + lease)
   redis.call('HSET', jobkey(id), 'ow', ow, 'ce', claimed)
+  if number(id, 'wp') == ep then control(ow, 'preempt', id, ep) end  -- asked of the owner before
 elseif not mine then
   drop_entry()
   return { 'stale' }

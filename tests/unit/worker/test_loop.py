@@ -117,6 +117,22 @@ def test_a_waiting_claim_that_is_stopped_is_forgotten_with_its_lease() -> None:
     assert (worker.attempts, held(worker), writes) == ({}, {}, [])
 
 
+def test_the_writer_forgets_an_attempt_that_stops_here() -> None:
+    worker, _ = make_worker(Role.UNIFIED)
+    give(worker, make_claim())
+    give(worker, Stop("r/0", 1, "cancelled"))
+    assert worker.writer.forgotten == ["r/0@1"]  # type: ignore[attr-defined]
+
+
+def test_a_wish_to_evict_that_overtakes_its_claim_is_kept_for_it() -> None:
+    worker, writes = make_worker(Role.UNIFIED)
+    give(worker, Evict("r/0", 1))
+    give(worker, make_claim())
+    assert (worker.attempts, writes) == ({}, [GiveUp("r/0", 1, "admin")])
+    give(worker, make_claim(epoch=2))
+    assert list(worker.attempts) == ["r/0@2"]
+
+
 def test_a_waiting_claim_that_an_operator_evicts_is_given_up() -> None:
     worker, writes = make_worker(Role.PREFILL, blocks=4)
     give(worker, make_claim("a/0", 15, max_tokens=1), make_claim("b/0", 4), Evict("b/0", 1))

@@ -16,7 +16,7 @@ from prelay_queue.keys import Keys
 from prelay_queue.scripts import Call, Emission, Emitted, Scripts
 from prelay_queue.settings import QueueSettings
 from prelay_worker.messages import Exported, Message, Stop
-from prelay_worker.writer import Adopt, Fail, GiveUp, Handoff, Tokens, Write, Writer, _group
+from prelay_worker.writer import Adopt, Fail, Forget, GiveUp, Handoff, Tokens, Write, Writer, _group
 
 Answer = Any
 
@@ -199,3 +199,16 @@ def test_an_error_that_no_repeat_mends_stops_the_attempts_it_hits_and_only_those
     queue = FakeQueue([[QueueError("broken"), "ok"]])
     said = write(queue, Tokens("a", 1, 0, (1,)), Adopt("b", 1))
     assert [message.job for message in said if isinstance(message, Stop)] == ["a"]
+
+
+def test_a_forgotten_attempt_leaves_no_matcher_and_its_earlier_writes_go_out() -> None:
+    queue = FakeQueue()
+    writer = Writer(queue, "w", "here", lambda _: None)  # type: ignore[arg-type]
+    writer.watch("a/0@1", StopAt(9))
+    writer.watch("b/0@1", StopAt(9))
+
+    batch, _ = writer._gather(Tokens("a/0", 1, 0, (1,)))
+    writer._matched(Forget("a/0", 1))
+
+    assert batch == [Tokens("a/0", 1, 0, (1,))]
+    assert list(writer._matchers) == ["b/0@1"]

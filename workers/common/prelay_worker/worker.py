@@ -35,7 +35,7 @@ from .config import WorkerConfig
 from .control import Control
 from .lease import LeaseKeeper
 from .messages import Claimed, Copied, Drain, Evict, Exported, Message, Release, Stop, key_of
-from .writer import Fail, GiveUp, Matcher, Tokens, Write, Writer
+from .writer import Fail, Forget, GiveUp, Matcher, Tokens, Write, Writer
 
 log = logging.getLogger("prelay.worker")
 
@@ -77,6 +77,7 @@ class Worker(ABC):
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.attempts: dict[str, Attempt] = {}
         self._heads: deque[Claim] = deque()  # claimed, and waiting for room in claim order
+        self._wanted_back: dict[str, bool] = {}  # evictions asked for before their claim arrived
         self._draining = False
         self._admission = Admission(backend.block_size)
         self.leases = LeaseKeeper(self.queue, self.id, backend.transport, self._inbox.put)
@@ -192,7 +193,12 @@ class Worker(ABC):
                 self._draining = True
 
     def _on_claimed(self, claim: Claim) -> None:
-        self._admission.settle(key_of(claim.id, claim.epoch))
+        key = key_of(claim.id, claim.epoch)
+        self._admission.settle(key)
+        if self._wanted_back.pop(key, False):
+            self.leases.drop(claim.id, claim.epoch)
+            self._put([GiveUp(claim.id, claim.epoch, "admin")])
+            return
         total = len(claim.spec.prompt_ids) + claim.spec.sampling.max_tokens
         if not self.engine.fits(total):
             stats = self.engine.stats()
@@ -340,8 +346,14 @@ class Worker(ABC):
         for attempt in list(self.attempts.values()):
             if attempt.claim.id == job and epoch in (0, attempt.claim.epoch):
                 self._evict(attempt, "admin")
+                return
         for claim in self._take_heads(lambda claim: claim.id == job and epoch in (0, claim.epoch)):
             self._put([GiveUp(claim.id, claim.epoch, "admin")])
+            return
+        # Not here yet: the wish may overtake the claim that it is about.
+        self._wanted_back[key_of(job, epoch)] = True
+        while len(self._wanted_back) > 1024:
+            del self._wanted_back[next(iter(self._wanted_back))]
 
     def _take_heads(self, wanted: Callable[[Claim], bool]) -> list[Claim]:
         """Remove claims that wait for room, and their leases."""
@@ -358,6 +370,7 @@ class Worker(ABC):
 
     def _free(self, attempt: Attempt) -> None:
         """Give back what the attempt holds in the engine, and forget it."""
+        self._put([Forget(attempt.claim.id, attempt.claim.epoch)])
         if attempt.exported:
             self.engine.release(attempt.key)
         else:

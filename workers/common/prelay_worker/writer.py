@@ -78,6 +78,11 @@ class Fail(Write):
     body: str
 
 
+@dataclass(frozen=True, slots=True)
+class Forget(Write):
+    """Nothing more comes of this attempt: what was put before is written, what is kept for it goes."""
+
+
 class Matcher(Protocol):
     """Tells the token that completes a stop string."""
 
@@ -85,7 +90,7 @@ class Matcher(Protocol):
 
 
 class Writer:
-    """One FIFO of operations to the queue. `put`, `watch` and `forget` are for the model loop."""
+    """One FIFO of operations to the queue. `put` and `watch` are for the model loop."""
 
     def __init__(self, queue_: SyncQueue, worker: str, domain: str, post: Callable[[Message], None]) -> None:
         self._queue = queue_
@@ -145,6 +150,9 @@ class Writer:
     def _matched(self, write: Write) -> list[Write]:
         """Apply stop strings, and drop writes of attempts that are over."""
         if write.key in self._over:
+            return []
+        if isinstance(write, Forget):
+            self._matchers.pop(write.key, None)
             return []
         matcher = self._matchers.get(write.key)
         if isinstance(write, (GiveUp, Fail)):
