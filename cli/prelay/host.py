@@ -7,6 +7,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from prelay_engine.cpu import multiplies_bfloat16, this_cpu
+
 from .errors import PortTaken
 
 SHM = Path("/dev/shm")  # noqa: S108 - where KV segments lie, not a temporary file
@@ -26,7 +28,7 @@ class Host:
 
 def this_host() -> Host:
     total, free = _memory()
-    return Host(total, free, shm_free(), len(os.sched_getaffinity(0)), _has_bf16())
+    return Host(total, free, shm_free(), len(os.sched_getaffinity(0)), multiplies_bfloat16(this_cpu().flags))
 
 
 def shm_free(folder: Path = SHM) -> int:
@@ -57,15 +59,6 @@ def _cgroup_limits() -> list[int]:
         if words.isdigit():  # "max" is no limit
             found.append(int(words))
     return found
-
-
-def _has_bf16() -> bool:
-    """True where oneDNN multiplies bfloat16 natively: AVX-512 with BW, VL and DQ, or an Arm core with bf16."""
-    try:
-        words = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return {"avx512bw", "avx512vl", "avx512dq"} <= set(words) or "bf16" in words
 
 
 def size(count: int) -> str:

@@ -6,11 +6,12 @@ import hashlib
 import json
 import platform
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from .cpu import multiplies_bfloat16, this_cpu
 
 #: x86 and ARM features that select other kernels in oneDNN, MKL or torch.
 _FEATURES = re.compile(r"^(avx|amx|fma|f16c|asimd|sve|sme|i8mm|bf16)")
@@ -43,17 +44,12 @@ def _version(build: str, pattern: str) -> str:
 
 def _cpu() -> list[str]:
     """Maker and features: MKL chooses by both."""
-    try:
-        with Path("/proc/cpuinfo").open() as lines:
-            wanted = {line.partition(":")[0].strip(): line.partition(":")[2].split() for line in lines}
-    except OSError:
-        return []
-    features = wanted.get("flags") or wanted.get("Features") or []
-    return wanted.get("vendor_id", []) + sorted(name for name in features if _FEATURES.match(name))
+    cpu = this_cpu()
+    return cpu.vendor.split() + sorted(name for name in cpu.flags if _FEATURES.match(name))
 
 
 def native_bfloat16_matmul() -> bool:
-    """Whether this CPU has bfloat16 products in hardware, so that bfloat16 is the faster choice."""
+    """Whether bfloat16 is the faster choice here: the CPU has its products, and this build of torch uses them."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
-    return any(name in ("avx512_bf16", "amx_bf16", "bf16") for name in _cpu())
+    return multiplies_bfloat16(this_cpu().flags)
