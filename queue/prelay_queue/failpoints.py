@@ -6,7 +6,13 @@
 `die` kills this process with SIGKILL, `stop` freezes it with SIGSTOP until somebody continues it, `pause` makes the
 thread sleep, `cut` raises QueueUnavailable. Each script has the points
 `<script>.before` and `<script>.after`, and `<script>` for `lost`: its first answer is thrown away and it is sent
-again, as a client does whose connection broke after the request went out.
+again, as a client does whose connection broke after the request went out. Further points, where no script is:
+
+    copy.before, copy.after                        around a decode worker's copy of KV blocks, before it is checked
+    copy.middle                                    between its first block and its second (the real model only)
+    writer.before, writer.after                    around each write of a worker's writer thread
+    relay.requeue.before, relay.requeue.after      around the relay's answer to a preempt
+    relay.deliver                                  before tokens enter the assembler of a stream
 """
 
 from __future__ import annotations
