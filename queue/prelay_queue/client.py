@@ -120,16 +120,27 @@ class SyncQueue:
             return self.redis.execute_command(*_eval(call))
 
     def run_many(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Send calls in order in one round trip; an answer (or a QueueError, returned) per call.
+        """Send calls in order in one round trip; one answer per call.
 
-        Some may have run when others answer QueueUnavailable: send all of them again.
+        What Redis refuses of one call is returned in its place, as the QueueError that `run` would raise. Raised is
+        only QueueUnavailable or another error of the connection: then nobody knows how many ran. After a
+        QueueUnavailable, raised or returned, send all of them again.
         """
         if len(calls) == 1 or failpoints.armed():
-            return [self.run(call) for call in calls]
+            return [self._answer(call) for call in calls]
         try:
             return self._pipeline(calls)
         except RedisError as error:
             raise translate(error) from None
+
+    def _answer(self, call: Call[Any]) -> Any:
+        """One call of several, with its failpoints. What makes the rest pointless is raised."""
+        try:
+            return self.run(call)
+        except QueueUnavailable:
+            raise
+        except QueueError as error:
+            return error
 
     def _pipeline(self, calls: Sequence[Call[Any]]) -> list[Any]:
         answers = self._pipeline_once([_evalsha(call) for call in calls])

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from prelay_queue import failpoints
+from prelay_queue.errors import QueueError
 from prelay_queue.job import Priority
 from prelay_queue.keys import GROUP
 from prelay_queue.log import read_log_sync
@@ -71,6 +73,21 @@ def test_a_flush_in_front_of_a_batch_of_writes_loses_and_doubles_nothing(desk: D
     assert desk.view("a/0").ids == (7, 8, 9, 10, 11)
     assert desk.view("b/0").ids == (7, 8, 9, 20, 21)
     desk.check()
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_what_redis_refuses_of_one_call_is_returned_in_its_place(desk: Desk, one_by_one: bool) -> None:
+    desk.to(State.DECODE)
+    desk.queue.redis.set(desk.keys.job("bad/0"), "no hash")
+    calls = [desk.scripts.preempt(job, 1, D1, "kv") for job in ("bad/0", JOB)]
+    failpoints.arm("nowhere=cut" if one_by_one else "")
+    try:
+        refused, done = desk.queue.run_many(calls)
+    finally:
+        failpoints.arm("")
+        desk.queue.redis.delete(desk.keys.job("bad/0"))
+    assert type(refused) is QueueError
+    assert done == "ok"
 
 
 @pytest.mark.parametrize("damage", ["trim", "delete", "delete entry"])
