@@ -112,7 +112,7 @@ def _server_memory(info: ServerInfo) -> Check:
     limit = size(info.maxmemory) if info.maxmemory else "no limit"
     found = f"{size(info.used_memory)} used of {limit}"
     if info.maxmemory and info.used_memory > info.maxmemory * 0.8:
-        return Check("server memory", "warn", found, "above 80 % new work is refused: raise maxmemory")
+        return Check("server memory", "warn", found, "a full server takes no new work: raise maxmemory")
     return Check("server memory", "ok", found)
 
 

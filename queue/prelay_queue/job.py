@@ -15,7 +15,7 @@ PROTOCOL_VERSION = 1
 
 
 class Priority(StrEnum):
-    """Class of a job. Work streams are served in this order; see `streams.py` for the starvation rule."""
+    """Class of a job. Work streams are served in this order (`keys.CLASS_ORDER`)."""
 
     INTERACTIVE = "interactive"
     NORMAL = "normal"

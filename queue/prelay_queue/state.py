@@ -5,8 +5,9 @@
                  │                  │                    │                 │                  │
                  └────requeue────PREEMPTED <──preempt────┴─────────────────┴──────────────────┘
 
-`finish` ends a job that is owned; `cancel`, a deadline and a fatal `reap` end it from any state; `reap` of a lost lease
-goes back to QUEUED.
+`finish` ends a job that is owned; `cancel` ends it from any state. `reap` of a lost lease goes back to QUEUED, or ends
+the job when it crashed too often. A deadline is looked at by `claim` (QUEUED, STAGED) and `reap` (QUEUED) only. These
+endings, and that of a restarted answer which is complete already, go to DONE without an event of the table.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class Request:
     """What both kinds of request share. `max_tokens` None: as many as fit. `seed` None: drawn at submit.
 
-    `user` and `metadata` change nothing; they are kept for whoever logs the request.
+    `user` and `metadata` are checked and carried along, and nothing reads them yet.
     """
 
     model: str
