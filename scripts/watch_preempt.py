@@ -57,6 +57,14 @@ def main() -> None:
     parser.add_argument("--svg", help="write what the terminal showed to this file")
     args = parser.parse_args()
     console = Console(record=True, width=100)
+    try:
+        run(args, console)
+    except httpx.HTTPError as error:
+        raise SystemExit(f"watch_preempt: {args.url} does not serve this: {error}") from None
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    """Stream with preempts and without, compare, and say so in the exit code."""
     with httpx.Client(base_url=args.url, timeout=120) as client:
         body: dict[str, object] = {
             "model": client.get("/v1/models").json()["data"][0]["id"],

@@ -149,10 +149,20 @@ class FleetWatch:
         if self._task is not None:
             await end(self._task)
 
+    async def limits(self, context_len: int) -> Limits:
+        """What a request may ask for. Looks again where no pool is known yet: the first worker may just be ready."""
+        known = self.seen.limits(context_len)
+        if known.pool_tokens is None:
+            await self._look()
+        return self.seen.limits(context_len)
+
     async def _run(self) -> None:
         while True:
-            with contextlib.suppress(QueueError):  # the reader says that Redis is away
-                found = await read_fleet(self._queue)
-                # Limits of a fleet that just restarts stay known.
-                self.seen = found if found.workers else self.seen
+            await self._look()
             await asyncio.sleep(REFRESH_S)
+
+    async def _look(self) -> None:
+        with contextlib.suppress(QueueError):  # the reader says that Redis is away
+            found = await read_fleet(self._queue)
+            # Limits of a fleet that just restarts stay known.
+            self.seen = found if found.workers else self.seen

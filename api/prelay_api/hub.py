@@ -87,11 +87,6 @@ class Hub:
     def unsubscribe(self, subscription: Subscription) -> None:
         self._subscriptions.pop(subscription.job, None)
 
-    @property
-    def jobs(self) -> int:
-        """How many jobs are relayed here."""
-        return len(self._subscriptions)
-
     # --- the reader
 
     async def _read(self) -> None:

@@ -80,7 +80,7 @@ class Service:
         if request.model != served:
             message = f"model {request.model[:100]!r} is not served here; this server has {served!r}"
             raise RequestError(message, param="model", code="model_not_found", status=404)
-        limits = self.fleet.seen.limits(self.tokenizer.context_len)
+        limits = await self.fleet.limits(self.tokenizer.context_len)
         work = partial(resolve, request, self.tokenizer, limits, spare_seed=secrets.randbits(64))
         parts = await asyncio.to_thread(work) if long else work()
         session = Session(self._links, self._renderer(request), parts)

@@ -14,7 +14,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from urllib.parse import quote
 
 import redis
@@ -184,7 +183,3 @@ class EmbeddedServer:
         """Give the lock back, after the process has ended."""
         self.state.socket.unlink(missing_ok=True)
         os.close(self._lock)
-
-
-def log_path(state_dir: Path) -> Path:
-    return state_dir / "server" / "server.log"

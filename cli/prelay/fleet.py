@@ -188,7 +188,8 @@ class Fleet:
         url = base_url(self.plan.settings.host, self.plan.settings.port)
         took = time.monotonic() - self._begun
         self.report.step(f"ready on {url} after {took:.1f} s ({', '.join(pools)}, {sizes.threads} thread(s) each)")
-        body = f'{{"model": "{self.plan.name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+        message = '[{"role": "user", "content": "Hello"}]'
+        body = f'{{"model": "{self.plan.name}", "stream": true, "temperature": 0, "messages": {message}}}'
         self.report.say(
             f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
             f"  prelay chat --url {url}\n  Ctrl-C stops, in order"

@@ -60,7 +60,8 @@ OPTIONS: dict[str, Option] = {
     for option in (
         Option(
             "redis_url", "URL", "Redis or Valkey: redis://, rediss:// or unix://. Keep a password out of the"
-            " command line: use PRELAY_REDIS_URL or the file.", "a private server of its own", _QUEUE,
+            " command line: use PRELAY_REDIS_URL or the file.", "prelay serve starts a private one",
+            _QUEUE,
         ),
         Option(
             "state_dir", "DIR", "Where the private server keeps its data, log and socket.",
@@ -97,7 +98,10 @@ OPTIONS: dict[str, Option] = {
             "keep", "WHAT", "What a preempt keeps of an answer: delivered (what the client has seen) or emitted"
             " (all of it).", "delivered", _API,
         ),
-        Option("shutdown_grace_s", "SECONDS", "Time that open streams get when the API stops.", "10", _API),
+        Option(
+            "shutdown_grace_s", "SECONDS", "Longest time that the API takes, when it stops, to end open streams with an"
+            " error that says try again.", "10", _API,
+        ),
         Option("log_level", "LEVEL", "debug, info, warning or error.", "info"),
         Option("null_model", "", "A fake model: hashes for tokens.", panel="Tests", is_switch=True, hidden=True),
         Option("null_divergent", "", "The epoch goes into the hash.", panel="Tests", is_switch=True, hidden=True),

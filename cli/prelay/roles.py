@@ -104,7 +104,10 @@ def geometry(settings: Settings, folder: Path) -> Geometry | None:
 
 def thread_variables(threads: int) -> dict[str, str]:
     """Return the variables that set a process's thread pools; set before torch is imported."""
-    return dict.fromkeys(THREAD_VARIABLES, str(threads)) | {"TOKENIZERS_PARALLELISM": "false"}
+    # OpenBLAS serves only numpy, which has nothing heavy to do, and starts its threads at import: a fork could not
+    # be taken of such a process (see nursery_process.py).
+    one = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return dict.fromkeys(THREAD_VARIABLES, str(threads)) | one
 
 
 def _set_up(settings: Settings, threads: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -58,10 +58,6 @@ class JobSpec:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     priority: Priority = Priority.NORMAL
-
-    @property
-    def request_id(self) -> str:
-        return self.id.rpartition("/")[0]
 
     @property
     def choice(self) -> int:
@@ -122,7 +118,6 @@ class Claim:
     alone_until: int = -1  # it was in crashes: no neighbour while no more tokens than this stand
     submitted_ms: int = 0  # server time
     deadline_ms: int = 0  # server time, 0 is none
-    extra: dict[str, str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -132,8 +127,3 @@ class Claim:
     def alone(self) -> bool:
         """Whether it must begin with no neighbour."""
         return len(self.ids) <= self.alone_until
-
-    @property
-    def remaining(self) -> int:
-        """Tokens the job may still produce."""
-        return self.spec.sampling.max_tokens - len(self.ids)

@@ -250,7 +250,8 @@ def test_an_operator_sees_a_request_and_its_end(quiet_api: Api, scripted: Script
     client = Listener(quiet_api.url, COMPLETIONS, {"model": "null", "prompt": [1, 2, 3], "n": 2, "max_tokens": 9})
     one, other = sorted((scripted.take(), scripted.take()), key=lambda claim: claim.spec.choice)
     scripted.emit(one, 0, [5])
-    url = f"{quiet_api.url}/admin/jobs/{one.spec.request_id}"
+    request = one.id.partition("/")[0]
+    url = f"{quiet_api.url}/admin/jobs/{request}"
     first, second = get(url).json()["choices"]
     assert (first["state"], first["epoch"], first["tokens"], first["owner"]) == ("decode", 1, 1, scripted.id)
     assert (first["prompt_tokens"], first["max_tokens"], first["viewers"]) == (3, 9, 1)
@@ -259,14 +260,14 @@ def test_an_operator_sees_a_request_and_its_end(quiet_api: Api, scripted: Script
     scripted.finish(one, 1, [])
     scripted.finish(other, 0, [])
     assert [choice["finish_reason"] for choice in get(url).json()["choices"]] == ["stop", "stop"]
-    assert client.end().id == one.spec.request_id
+    assert client.end().id == request
 
 
 def test_a_preempt_on_demand_asks_the_owner_of_each_choice_that_runs(quiet_api: Api, scripted: ScriptedWorker) -> None:
     scripted.listen()
     client = Listener(quiet_api.url, COMPLETIONS, {"model": "null", "prompt": [1], "n": 2, "max_tokens": 9})
     claim = scripted.take()
-    url = f"{quiet_api.url}/admin/jobs/{claim.spec.request_id}/preempt"
+    url = f"{quiet_api.url}/admin/jobs/{claim.id.partition('/')[0]}/preempt"
     reply = post(url)
     assert reply.status_code == 202
     told = {choice["index"]: choice for choice in reply.json()["choices"]}

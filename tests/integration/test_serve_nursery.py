@@ -16,13 +16,13 @@ from tests.integration.serve_process import is_gone, until
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(240)]
 
-#: From a worker's death until another one serves in its place, in seconds; measured 4 on two cores.
-RESTART_S = 15.0
+#: From a worker's death until another one serves in its place, in seconds: four on two quiet cores. Not measured here.
+RESTART_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def fleet(demo_model: Path) -> Iterator[Serving]:
-    with serving("--served-model-name", "demo", "--max-model-len", "512", model=demo_model) as server:
+    with serving("--served-model-name", "demo", "--max-model-len", "512", "--threads", "2", model=demo_model) as server:
         yield server
         processes = psutil.Process(server.process.pid).children(recursive=True)
         assert len(processes) == 5  # server, API, nursery, two workers

@@ -13,8 +13,6 @@ from typing import Any
 
 import orjson
 
-from .errors import RequestError
-
 #: The last frame of every stream.
 DONE = b"data: [DONE]\n\n"
 
@@ -116,10 +114,6 @@ def error_body(
     return orjson.dumps({"error": {"message": message, "type": type, "param": param, "code": code}})
 
 
-def request_error_body(error: RequestError) -> bytes:
-    return error_body(error.message, type=error.type, param=error.param, code=error.code)
-
-
 def frame(cursor: str | None, data: bytes) -> bytes:
     """One server-sent event; `cursor` is what a client sends back as Last-Event-ID. `data` holds no line break."""
     head = b"" if cursor is None else b"id: " + cursor.translate(_BREAKS).encode() + b"\n"
@@ -133,8 +127,3 @@ def comment(text: str) -> bytes:
     event without data and fail to parse it.
     """
     return b": " + text.translate(_BREAKS).encode() + b"\n"
-
-
-def retry(delay_ms: int) -> bytes:
-    """How long a client waits before it reconnects. Put it in front of the first frame, never alone."""
-    return b"retry: %d\n" % delay_ms

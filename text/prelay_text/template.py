@@ -49,10 +49,6 @@ class ChatTemplate:
             except jinja2.TemplateError as error:
                 self._missing = f"this model's chat template does not compile: {error}"
 
-    @property
-    def usable(self) -> bool:
-        return self._template is not None
-
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt's text. Whatever the template raises is the request's fault: RequestError, 400."""
         if self._template is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .checks import show, wrong_type
+from .checks import show
 from .errors import RequestError
 from .parameters import Parameter, Route, parameters_of
 from .request import ChatRequest, CompletionRequest
@@ -37,7 +37,8 @@ def _common(values: dict[str, Any]) -> dict[str, Any]:
 def _values(body: object, route: Route) -> dict[str, Any]:
     """The value of every implemented parameter, defaults filled in."""
     if not isinstance(body, dict):
-        raise wrong_type("the request body", "a JSON object", body)
+        message = f"the request body must be a JSON object, not {show(body)}"
+        raise RequestError(message, code="invalid_type")
     rows = parameters_of(route)
     for name in body:
         if name not in rows:

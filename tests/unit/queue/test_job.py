@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prelay_queue.errors import BadMessageError, QueueError
-from prelay_queue.job import Claim, JobSpec, Priority, Sampling
+from prelay_queue.job import JobSpec, Priority, Sampling
 
 token_ids = st.integers(0, 2**31 - 1)
 samplings = st.builds(
@@ -95,10 +95,5 @@ def test_a_bad_message_is_an_error_of_the_queue_and_shows_only_the_start_of_it()
     assert len(error.raw) == 10_000
 
 
-def test_the_id_names_the_request_and_the_choice() -> None:
-    spec = JobSpec("cmpl-a/b/12", (1,), Sampling(1))
-    assert (spec.request_id, spec.choice) == ("cmpl-a/b", 12)
-
-
-def test_what_remains_is_max_tokens_less_what_stands() -> None:
-    assert Claim(JobSpec("r/0", (1,), Sampling(max_tokens=5)), epoch=2, ids=(7, 8)).remaining == 3
+def test_the_end_of_the_id_is_the_choice() -> None:
+    assert JobSpec("cmpl-a/b/12", (1,), Sampling(1)).choice == 12

@@ -36,12 +36,8 @@ class Admission:
             self._published = time.monotonic()
             self._changed.notify_all()
 
-    def open_now(self) -> bool:
-        with self._changed:
-            return self._is_open()
-
     def wait_open(self, timeout_s: float) -> bool:
-        """Wait until one more job may be claimed."""
+        """Wait until one more job may be claimed; False when none may by then. With 0 it only looks."""
         with self._changed:
             return self._changed.wait_for(self._is_open, timeout_s)
 

@@ -66,6 +66,7 @@ def _dtype(config: EngineConfig) -> torch.dtype:
 def _load_net(path: Path, dtype: torch.dtype) -> Any:
     backend.register()
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what is wrong with a checkpoint we say ourselves
     where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     folder = path
     if is_gguf(path):

@@ -103,7 +103,7 @@ class Model:
 
     def __repr__(self) -> str:
         shape = f"{self.geometry.layers} layers, {self.geometry.kv_heads}×{self.geometry.head_dim} KV"
-        facts = (shape, str(self.geometry.dtype), f"{self.context_len} positions", self.exactness)
+        facts = (shape, str(self.geometry.dtype), f"{self.context_len} positions")
         return f"<Model {type(self.net).__name__}: {', '.join(facts)}>"
 
 
