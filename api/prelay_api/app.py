@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from prelay_queue import __version__
 from prelay_queue.errors import QueueError, QueueFull, QueueUnavailable
 from prelay_text.errors import RequestError
 
@@ -37,7 +38,7 @@ def create_app(service: Service) -> FastAPI:
             service.begin_closing()
             await service.stop()
 
-    app = FastAPI(title="Prelay", description=_DESCRIPTION, version="0.1.0", lifespan=lifespan)
+    app = FastAPI(title="Prelay", description=_DESCRIPTION, version=__version__, lifespan=lifespan)
     app.state.service = service
     for part in (completions, models, health, admin):
         app.include_router(part.router)

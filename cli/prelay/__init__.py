@@ -1,4 +1,5 @@
 """The `prelay` command, and the supervisor behind `prelay serve`."""
 
-#: The same as in pyproject.toml (a test compares them).
-__version__ = "0.1.0"
+from prelay_queue import __version__
+
+__all__ = ["__version__"]

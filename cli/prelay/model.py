@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from prelay_engine.demo import default_cache, fetch_demo
+from prelay_engine.errors import DemoError
 
 from .errors import ModelUnavailable
 from .geometry import check_folder
@@ -20,14 +22,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 GGUF_REVISION = 1
 #: What is fetched of a hub repository: no pickles, no other framework's weights.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
-
-
-def cache_dir() -> Path:
-    """$PRELAY_CACHE_DIR, else $XDG_CACHE_HOME/prelay, else ~/.cache/prelay."""
-    if own := os.environ.get("PRELAY_CACHE_DIR"):
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "prelay"
 
 
 def served_name(value: str | None, folder: Path) -> str:
@@ -71,11 +65,8 @@ def _is_hub_id(value: str) -> bool:
 
 
 def _demo(progress: Tell) -> Path:
-    from prelay_engine.demo import fetch_demo
-    from prelay_engine.errors import DemoError
-
     try:
-        return fetch_demo(cache_dir(), progress)
+        return fetch_demo(default_cache(), progress)
     except DemoError as error:
         raise ModelUnavailable(f"the demo model: {error}") from None
 
@@ -89,7 +80,7 @@ def _convert(gguf: Path, progress: Tell) -> Path:
     # The path, size and time stand for the content: hashing gigabytes at each start would not pay.
     mark = f"{gguf.absolute()}\n{found.st_size}\n{found.st_mtime_ns}"
     name = f"{gguf.stem}-{hashlib.blake2b(mark.encode(), digest_size=6).hexdigest()}"
-    folder = cache_dir() / f"gguf-{GGUF_REVISION}" / name
+    folder = default_cache() / f"gguf-{GGUF_REVISION}" / name
     if folder.is_dir():
         return folder
     try:

@@ -10,7 +10,7 @@ import pytest
 
 from prelay import model
 from prelay.errors import ModelUnavailable
-from prelay.model import cache_dir, resolve_model, served_name
+from prelay.model import resolve_model, served_name
 
 Told = list[tuple[str, float]]
 
@@ -26,16 +26,6 @@ def folder(tmp_path: Path) -> Path:
     (made / "config.json").write_text("{}")
     (made / "tokenizer.json").write_text("{}")
     return made
-
-
-def test_the_cache_is_where_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRELAY_CACHE_DIR", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert cache_dir() == Path("/a")
-    monkeypatch.delenv("PRELAY_CACHE_DIR")
-    assert cache_dir() == Path("/b/prelay")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == Path.home() / ".cache" / "prelay"
 
 
 def test_a_folder_is_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

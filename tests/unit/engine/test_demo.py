@@ -117,8 +117,11 @@ def test_a_failing_child_is_reported_by_its_last_line(monkeypatch: pytest.Monkey
         demo._run(["sh", "-c", "exit 3"], "try")
 
 
-def test_the_default_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_is_where_the_variables_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PRELAY_CACHE_DIR", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert demo.default_cache() == Path("/a")
+    monkeypatch.delenv("PRELAY_CACHE_DIR")
     assert demo.default_cache() == tmp_path / "prelay"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))

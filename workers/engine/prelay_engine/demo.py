@@ -30,7 +30,9 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def default_cache() -> Path:
-    """`$XDG_CACHE_HOME/prelay`, or `~/.cache/prelay`."""
+    """`$PRELAY_CACHE_DIR`, else `$XDG_CACHE_HOME/prelay`, else `~/.cache/prelay`: of every model made or fetched."""
+    if own := os.environ.get("PRELAY_CACHE_DIR"):
+        return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "prelay"
 
