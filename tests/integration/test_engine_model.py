@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prelay_engine import loading
 from prelay_engine.attention import Span
 from prelay_engine.blocks import BlockPool
 from prelay_engine.config import EngineConfig
@@ -55,7 +56,7 @@ Load = Callable[[str], Model]
 def load(demo_model: Path) -> Load:
     @cache
     def of(dtype: str) -> Model:
-        return Model.load(EngineConfig(model=demo_model, dtype=dtype))  # type: ignore[arg-type]
+        return loading.load(EngineConfig(model=demo_model, dtype=dtype))  # type: ignore[arg-type]
 
     return of
 

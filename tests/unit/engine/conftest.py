@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from prelay_engine import loading
 from prelay_engine.blocks import BlockPool
 from prelay_engine.config import EngineConfig
 from prelay_engine.contiguous import ContiguousKv
@@ -81,7 +82,7 @@ def tiny_model(tiny_folder: MakeFolder) -> LoadModel:
 
     @cache
     def load(dtype: str = "float32") -> Model:
-        return Model.load(EngineConfig(model=tiny_folder("llama"), dtype=dtype))  # type: ignore[arg-type]
+        return loading.load(EngineConfig(model=tiny_folder("llama"), dtype=dtype))  # type: ignore[arg-type]
 
     return load
 

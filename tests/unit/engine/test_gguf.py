@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from prelay_engine.config import EngineConfig
-from prelay_engine.model import Model
+from prelay_engine.loading import load
 
 from .conftest import TINY, MakeFolder, contiguous
 from .test_model import in_chunks
@@ -81,8 +81,8 @@ def tiny_gguf(tiny_folder: MakeFolder, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_a_gguf_file_gives_the_logits_of_the_folder_it_was_made_from(tiny_gguf: Path, tiny_folder: MakeFolder) -> None:
-    ours = Model.load(EngineConfig(model=tiny_gguf, dtype="float32"))
-    folder = Model.load(EngineConfig(model=tiny_folder("llama"), dtype="float32"))
+    ours = load(EngineConfig(model=tiny_gguf, dtype="float32"))
+    folder = load(EngineConfig(model=tiny_folder("llama"), dtype="float32"))
     assert ours.exact
     assert (ours.context_len, ours.vocab_size, ours.eos_ids) == (512, 320, {2})
     torch.testing.assert_close(in_chunks(ours, contiguous(ours)), in_chunks(folder, contiguous(folder)))
@@ -106,6 +106,6 @@ def test_a_converted_gguf_is_a_folder_with_a_tokenizer_that_splits_digits_as_the
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.tokenize("x12 1") == ["x", "1", "2", "Ġ", "1"]
 
-    converted = Model.load(EngineConfig(model=tmp_path, dtype="bfloat16"))
-    direct = Model.load(EngineConfig(model=tiny_gguf, dtype="bfloat16"))
+    converted = load(EngineConfig(model=tmp_path, dtype="bfloat16"))
+    direct = load(EngineConfig(model=tiny_gguf, dtype="bfloat16"))
     assert torch.equal(in_chunks(converted, contiguous(converted)), in_chunks(direct, contiguous(direct)))

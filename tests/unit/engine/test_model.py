@@ -16,6 +16,7 @@ from prelay_engine.attention import Span
 from prelay_engine.config import EngineConfig
 from prelay_engine.errors import ConfigError, ModelError
 from prelay_engine.kv import KvStore
+from prelay_engine.loading import load
 from prelay_engine.model import Model
 
 from .conftest import LoadModel, MakeFolder, contiguous, paged
@@ -53,7 +54,7 @@ def test_logits_are_transformers_own_and_their_bits_do_not_depend_on_the_cuts(
     kind: str, dtype: str, tiny_folder: MakeFolder
 ) -> None:
     folder = tiny_folder(kind, **SERVED[kind])
-    model = Model.load(EngineConfig(model=folder, dtype=dtype))  # type: ignore[arg-type]
+    model = load(EngineConfig(model=folder, dtype=dtype))  # type: ignore[arg-type]
     assert model.exact, model.exactness
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=model.geometry.dtype)
     with torch.no_grad():
@@ -116,11 +117,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_model_we_would_compute_wrongly_is_refused_with_the_reason(kind: str, tiny_folder: MakeFolder) -> None:
     changes, reason = REFUSED[kind]
     with pytest.raises(ModelError, match=reason):
-        Model.load(EngineConfig(model=tiny_folder(kind, **changes)))
+        load(EngineConfig(model=tiny_folder(kind, **changes)))
 
 
 def test_experts_are_served_but_nothing_exact_is_promised(tiny_folder: MakeFolder) -> None:
-    model = Model.load(EngineConfig(model=tiny_folder("mixtral", num_local_experts=4), dtype="float32"))
+    model = load(EngineConfig(model=tiny_folder("mixtral", num_local_experts=4), dtype="float32"))
     assert not model.exact
     assert "Experts" in model.exactness
 
@@ -137,7 +138,7 @@ def rewritten(folder: Path, target: Path, **changes: Any) -> Path:
 
 def refusal(path: Path) -> str:
     with pytest.raises(ModelError) as caught:
-        Model.load(EngineConfig(model=path, dtype="float32"))
+        load(EngineConfig(model=path, dtype="float32"))
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -209,23 +210,21 @@ def test_quantised_and_encoder_decoder_checkpoints_are_refused_by_their_configur
 
 def test_the_context_can_be_shortened_but_not_stretched(tiny_folder: MakeFolder) -> None:
     folder = tiny_folder("llama")
-    assert Model.load(EngineConfig(model=folder, max_model_len=100, dtype="float32")).context_len == 100
+    assert load(EngineConfig(model=folder, max_model_len=100, dtype="float32")).context_len == 100
     with pytest.raises(ConfigError, match="max_model_len must be at most the model's 512, not 513"):
-        Model.load(EngineConfig(model=folder, max_model_len=513))
+        load(EngineConfig(model=folder, max_model_len=513))
 
 
 def test_all_ids_that_end_a_text_are_known(tiny_folder: MakeFolder, tmp_path: Path) -> None:
     folder = rewritten(tiny_folder("llama"), tmp_path / "m", eos_token_id=2)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert Model.load(EngineConfig(model=folder, dtype="float32")).eos_ids == {2, 7, 9}
+    assert load(EngineConfig(model=folder, dtype="float32")).eos_ids == {2, 7, 9}
 
 
 def test_the_layout_hash_follows_what_blocks_mean(tiny_folder: MakeFolder, tiny_model: LoadModel) -> None:
     model = tiny_model("float32")
-    again = Model.load(EngineConfig(model=tiny_folder("llama"), dtype="float32"))
-    hotter = Model.load(
-        EngineConfig(model=tiny_folder("llama", rope_parameters={"rope_type": "default", "rope_theta": 5.0}))
-    )
+    again = load(EngineConfig(model=tiny_folder("llama"), dtype="float32"))
+    hotter = load(EngineConfig(model=tiny_folder("llama", rope_parameters={"rope_type": "default", "rope_theta": 5.0})))
     assert model.layout_hash(16) == again.layout_hash(16)
     different = {model.layout_hash(16), model.layout_hash(32), tiny_model("bfloat16").layout_hash(16)}
     assert len(different | {hotter.layout_hash(16)}) == 4
@@ -262,7 +261,7 @@ def test_longrope_is_pinned_so_that_a_row_does_not_depend_on_how_far_its_batch_r
     folder = tiny_folder("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=100)
 
     def cuts_matter() -> bool:
-        model = Model.load(EngineConfig(model=folder, dtype="float32"))
+        model = load(EngineConfig(model=folder, dtype="float32"))
         # In one go the batch reaches position 149, in chunks it is below 100 at first.
         return not torch.equal(in_chunks(model, contiguous(model)), in_chunks(model, contiguous(model), 40, 90))
 
@@ -272,14 +271,14 @@ def test_longrope_is_pinned_so_that_a_row_does_not_depend_on_how_far_its_batch_r
 
 
 def test_dynamic_rope_is_pinned_too(tiny_folder: MakeFolder) -> None:
-    model = Model.load(EngineConfig(model=tiny_folder("llama", rope_parameters=DYNAMIC), dtype="float32"))
+    model = load(EngineConfig(model=tiny_folder("llama", rope_parameters=DYNAMIC), dtype="float32"))
     assert model.net.model.rotary_emb.rope_type == "default"
 
 
 def test_pinned_longrope_uses_the_factors_of_the_context_that_is_served(tiny_folder: MakeFolder) -> None:
     folder = tiny_folder("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=100)
-    long = Model.load(EngineConfig(model=folder, dtype="float32"))
-    short = Model.load(EngineConfig(model=folder, dtype="float32", max_model_len=100))
+    long = load(EngineConfig(model=folder, dtype="float32"))
+    short = load(EngineConfig(model=folder, dtype="float32", max_model_len=100))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = theirs(torch.tensor([IDS])).logits[0]

@@ -6,7 +6,7 @@ from torch import nn
 
 from prelay_engine import attention, linear, masks, rowwise
 from prelay_engine.config import EngineConfig
-from prelay_engine.model import Model
+from prelay_engine.loading import load
 from prelay_engine.selftest import run_selftest
 
 from .conftest import LoadModel, MakeFolder
@@ -28,7 +28,7 @@ def test_it_finds_a_linear_that_sums_a_small_batch_in_another_order(
         return lambda x: kernel(x) if x.shape[1] > 4 else flipped(x.flip(-1))
 
     monkeypatch.setattr(linear, "pack", careless)
-    model = Model.load(EngineConfig(model=tiny_folder("llama"), dtype="float32"))
+    model = load(EngineConfig(model=tiny_folder("llama"), dtype="float32"))
     assert not model.exact
     assert "linear 48→80" in model.exactness
 
@@ -37,7 +37,7 @@ def test_it_finds_an_activation_with_a_remainder_of_its_own(
     tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rowwise, "_ACTIVATIONS", ())
-    model = Model.load(EngineConfig(model=tiny_folder("llama"), dtype="float32"))
+    model = load(EngineConfig(model=tiny_folder("llama"), dtype="float32"))
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         assert not model.exact
         assert "activation" in model.exactness

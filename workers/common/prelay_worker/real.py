@@ -15,6 +15,7 @@ from prelay_engine.contiguous import ContiguousKv
 from prelay_engine.engine import Engine
 from prelay_engine.errors import EngineError
 from prelay_engine.kv import PagedKv
+from prelay_engine.loading import load
 from prelay_engine.model import Model
 from prelay_kv.errors import BadKvRef, KvError, LayoutMismatch
 from prelay_kv.importer import Importer
@@ -116,7 +117,7 @@ def _build(config: WorkerConfig, worker: str) -> Backend:
         threads=config.threads,
     )
     torch.set_num_interop_threads(1)
-    model = Model.load(engine_config)
+    model = load(engine_config)
     log.info("%r: %s", model, model.exactness)
     if config.role is Role.PREFILL:
         engine, transport = _prefill(config, engine_config, model, worker)

@@ -20,9 +20,12 @@ from .selftest import run_selftest
 
 
 def load(config: EngineConfig) -> Model:
-    """1. Read the configuration and refuse what is known not to work. 2. Load the weights, all of them.
+    """Load, check, speed up and self-test the model of `config`. Raise ModelError, or ConfigError, with one line.
+
+    1. Read the configuration and refuse what is known not to work. 2. Load the weights, all of them.
     3. Pin RoPE. 4. Run a probe and refuse what its layers ask for beyond our attention.
-    5. Replace linears, norms and activations. 6. Self-test."""
+    5. Replace linears, norms and activations. 6. Self-test.
+    """
     torch.set_num_threads(config.threads)
     path = config.model.expanduser()
     _check_files(path)

@@ -12,7 +12,7 @@ import torch
 
 from . import numerics
 from .attention import Batch, Span
-from .config import POSITION_BLOCK, EngineConfig
+from .config import POSITION_BLOCK
 from .geometry import Geometry
 from .kv import KvStore
 from .masks import MaskCache
@@ -22,7 +22,7 @@ _PASSING = ("_name_or_path", "transformers_version", "architectures", "dtype", "
 
 
 class Model:
-    """The network and what the rest of the engine must know of it. Use `Model.load`.
+    """The network and what the rest of the engine must know of it. `loading.load` makes it.
 
     Not thread-safe: one thread steps.
     """
@@ -42,13 +42,6 @@ class Model:
         self._config: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
         self._masks = MaskCache()
         self._keeps = "logits_to_keep" in inspect.signature(net.forward).parameters
-
-    @classmethod
-    def load(cls, config: EngineConfig) -> Model:
-        """Load, check, speed up and self-test the model of `config`. Raises ModelError with one line."""
-        from .loading import load  # transformers takes seconds to import: only who loads pays
-
-        return load(config)
 
     def batch(self, store: KvStore, spans: Sequence[Span]) -> Batch:
         return Batch(store, spans, self._masks)
