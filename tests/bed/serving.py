@@ -67,6 +67,17 @@ class Serving:
         listed = httpx.get(f"{self.url}/admin/workers", timeout=10).json()["workers"]
         return [w for w in listed if role in ("", w["role"]) and not w["stale"]]
 
+    def heard_anew(self, role: str) -> dict[str, Any]:
+        """The one worker of a role, as a heartbeat says that is later than this call."""
+
+        def newer() -> dict[str, Any] | None:
+            (worker,) = self.workers(role)
+            return worker if worker["t"] > first["t"] else None
+
+        (first,) = self.workers(role)
+        found: dict[str, Any] = until(newer)
+        return found
+
     def kill(self, role: str) -> int:
         """SIGKILL the worker of a role that runs something, or its only one; return its pid."""
         workers = self.workers(role)

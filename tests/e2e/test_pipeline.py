@@ -10,7 +10,6 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from tests.bed.processes import until
 from tests.bed.serving import Serving
 
 from .client import stream
@@ -63,15 +62,17 @@ def test_prefill_and_decode_are_processes_of_their_own(plain: Serving) -> None:
 
 def test_decode_runs_one_position_a_token_and_never_the_prompt(plain: Serving) -> None:
     def computed(role: str) -> int:
-        return int(plain.workers(role)[0]["computed_tokens"])
+        return int(plain.heard_anew(role)["computed_tokens"])
 
+    plain.until_drained()
     before = {role: computed(role) for role in ("prefill", "decode")}
     usage = stream(plain.url, {**STORY, "prompt": "A long prompt. " * 20}).usage
     assert usage is not None
     # The first token comes from prefill; each further one is one position on decode, and the last is never fed.
     decoded = usage["completion_tokens"] - 1
 
-    until(lambda: computed("decode") - before["decode"] == decoded)
+    plain.until_drained()
+    assert computed("decode") - before["decode"] == decoded
     assert computed("prefill") - before["prefill"] == usage["prompt_tokens"]
 
 
