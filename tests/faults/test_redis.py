@@ -76,7 +76,10 @@ def test_a_script_cache_that_is_flushed_all_the_time_is_not_noticed(own_server: 
         fleet.finish()
 
 
-@pytest.mark.parametrize("damage", ["trim", "delete", pytest.param("destroy groups", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "damage",
+    ["trim", pytest.param("delete", marks=pytest.mark.slow), pytest.param("destroy groups", marks=pytest.mark.slow)],
+)
 def test_work_streams_that_are_emptied_under_load_heal_and_say_little(shared_server: Server, damage: str) -> None:
     with working(shared_server, jobs=24) as fleet:
         streams = [*fleet.keys.work("prefill"), *fleet.keys.work("decode:null")]
@@ -164,6 +167,7 @@ def test_a_redis_that_stands_still_for_more_than_a_lease_expires_nobody(own_serv
         fleet.finish()
 
 
+@pytest.mark.slow
 def test_a_redis_that_stands_still_for_longer_than_every_time_out_costs_no_token(own_server: Server) -> None:
     with working(own_server) as fleet:
         own_server.kill(signal.SIGSTOP)

@@ -91,6 +91,7 @@ def test_a_prefill_of_four_leases_runs_once(shared_server: Server) -> None:
         fleet.finish()
 
 
+@pytest.mark.slow
 def test_a_worker_whose_model_hangs_loses_its_jobs_though_its_threads_live(shared_server: Server) -> None:
     times = replace(TIMES, stall_ms=1_000)
     with null_fleet(shared_server, times=times, null=DIVERGENT) as fleet:
