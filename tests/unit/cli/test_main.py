@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -28,17 +27,11 @@ def test_the_version_is_the_one_in_pyproject() -> None:
     assert prelay("--version").stdout == f"prelay {__version__}\n"
 
 
-def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = "import sys; from prelay.main import main; main(['--help']); print([m for m in sys.modules if m in"
     code += " ('torch', 'transformers', 'pydantic', 'redis', 'httpx', 'fastapi', 'tokenizers')], file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
-    times = []
-    for _ in range(3):
-        begun = time.monotonic()
-        prelay("--help")
-        times.append(time.monotonic() - begun)
-    assert min(times) < 1.0  # half a second on an idle machine
 
 
 @pytest.mark.parametrize(

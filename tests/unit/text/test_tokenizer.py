@@ -4,7 +4,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,11 +152,3 @@ def test_the_demo_models_folder_loads(demo_model: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.context_len, tokenizer.eos_ids) == (49152, 8192, (2,))
     text = "Grüße, 日本語 😀 12345"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=True)) == text
-
-
-@pytest.mark.model
-def test_the_demo_models_fingerprint_takes_less_than_50_ms(demo_model: Path) -> None:
-    fingerprint(demo_model)
-    start = time.process_time()
-    fingerprint(demo_model)
-    assert time.process_time() - start < 0.05
