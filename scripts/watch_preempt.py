@@ -8,14 +8,37 @@ python scripts/watch_preempt.py --svg docs/preempt.svg   # and keep what the ter
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 from rich.console import Console
+from rich.text import Text
 
 PROMPT = "Write three sentences about a lighthouse keeper who reads by lamplight."
+
+
+class Screen:
+    """The terminal, and what it showed."""
+
+    def __init__(self) -> None:
+        self._console = Console()
+        self._shown = Text()
+
+    def show(self, words: str, style: str = "") -> None:
+        self._console.print(Text(words, style), end="", soft_wrap=True)
+        self._shown.append(words, style)
+
+    def save(self, path: Path) -> None:
+        """Write it as SVG, in fonts that the reader has: rich's own would be fetched from elsewhere."""
+        recorder = Console(record=True, file=io.StringIO(), width=100)
+        recorder.print(self._shown)
+        svg = recorder.export_svg(title="a stream survives three preempts")
+        path.write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))
 
 
 def events(client: httpx.Client, body: dict[str, object]) -> Iterator[tuple[int, int, str, dict[str, object]]]:
@@ -31,20 +54,20 @@ def events(client: httpx.Client, body: dict[str, object]) -> Iterator[tuple[int,
                 yield epoch, seq, event["choices"][0]["delta"].get("content") or "", event
 
 
-def watch(console: Console, client: httpx.Client, body: dict[str, object], points: list[int]) -> str:
+def watch(screen: Screen, client: httpx.Client, body: dict[str, object], points: list[int]) -> str:
     """Stream, ask for a preempt at each of `points`, and show where the answer changed hands."""
     text, at, left, started = "", 1, sorted(points), 0.0
     for epoch, seq, piece, event in events(client, body):
         if epoch > at:
             waited = time.monotonic() - started
-            console.print(f"[bold green]◀ epoch {epoch} goes on from token {seq}, {waited:.2f} s later[/]", end=" ")
+            screen.show(f"\n◀ epoch {epoch} goes on from token {seq}, {waited:.2f} s later\n", "bold green")
             at = epoch
         text += piece
-        console.print(piece, end="", markup=False, highlight=False)
+        screen.show(piece)
         if left and seq + 1 >= left[0]:
             left.pop(0)
             client.post(f"/admin/jobs/{event['id']}/preempt").raise_for_status()
-            console.print(" [bold red]▶ preempt: KV freed, job re-queued[/]", end=" ")
+            screen.show("\n▶ preempt: its KV is freed, the job goes back to step 1\n", "bold red")
             started = time.monotonic()
     return text
 
@@ -54,17 +77,18 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--at", type=int, nargs="*", default=[8, 20, 33], help="delivered tokens at which to preempt")
     parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--svg", help="write what the terminal showed to this file")
+    parser.add_argument("--svg", type=Path, help="write what the terminal showed to this file")
     args = parser.parse_args()
-    console = Console(record=True, width=100)
     try:
-        run(args, console)
+        same = run(args)
     except httpx.HTTPError as error:
         raise SystemExit(f"watch_preempt: {args.url} does not serve this: {error}") from None
+    raise SystemExit(0 if same else 1)
 
 
-def run(args: argparse.Namespace, console: Console) -> None:
-    """Stream with preempts and without, compare, and say so in the exit code."""
+def run(args: argparse.Namespace) -> bool:
+    """Stream with preempts and without; whether both texts are equal."""
+    screen = Screen()
     with httpx.Client(base_url=args.url, timeout=120) as client:
         body: dict[str, object] = {
             "model": client.get("/v1/models").json()["data"][0]["id"],
@@ -73,15 +97,17 @@ def run(args: argparse.Namespace, console: Console) -> None:
             "temperature": args.temperature,
             "seed": 7,
         }
-        console.print(f"[bold]$ python scripts/watch_preempt.py --temperature {args.temperature}[/]\n")
-        disturbed = watch(console, client, body, args.at)
+        screen.show(f"$ python scripts/watch_preempt.py --temperature {args.temperature}\n\n", "bold")
+        disturbed = watch(screen, client, body, args.at)
         undisturbed = "".join(piece for *_, piece, _ in events(client, body))
     same = disturbed == undisturbed
-    verdict = "[bold green]equal, character for character[/]" if same else "[bold red]DIFFERENT[/]"
-    console.print(f"\n\nThe same request, undisturbed: {verdict} ({len(undisturbed)} characters).")
+    screen.show("\n\nThe same request, undisturbed: ")
+    verdict = ("equal, character for character", "bold green") if same else ("DIFFERENT", "bold red")
+    screen.show(*verdict)
+    screen.show(f" ({len(undisturbed)} characters).\n")
     if args.svg:
-        console.save_svg(args.svg, title="a stream survives three preempts")
-    raise SystemExit(0 if same else 1)
+        screen.save(args.svg)
+    return same
 
 
 if __name__ == "__main__":
