@@ -68,6 +68,7 @@ def test_a_killed_decode_worker_does_not_change_its_stream_and_another_goes_on(d
         server.until_drained()
 
 
+@pytest.mark.slow
 def test_killed_workers_that_were_the_only_ones_come_back_and_go_on(demo_model: Path) -> None:
     with serving("--served-model-name", "demo", model=demo_model) as server:
         undisturbed = stream(server.url, STORY)
