@@ -252,7 +252,9 @@ def test_no_server_program_is_one_line(tmp_path: Path, null_folder: Path) -> Non
 
 
 def test_sigterm_while_the_model_is_being_prepared_leaves_at_once(tmp_path: Path) -> None:
-    code = "import sys, time, prelay.serve as s; from prelay.main import main\n"
+    code = "import signal, sys, time, prelay.serve as s; from prelay.main import main\n"
+    # Whoever runs the tests in the background hands an ignored SIGINT down.
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "s.resolve_model = lambda value, tell: (print('preparing', flush=True), time.sleep(600))\n"
     code += "sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "serve", "--state-dir", str(tmp_path), "--port", str(free_port())]
