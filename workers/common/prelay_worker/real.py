@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -129,7 +128,7 @@ def _build(config: WorkerConfig, worker: str) -> Backend:
         "layout": model.layout_hash(config.block_size),
         "numerics": model.numerics_hash(),
     }
-    return Backend(engine, transport, config.block_size, model.context_len, _name(config.model), detail)
+    return Backend(engine, transport, config.block_size, model.context_len, config.model.name, detail)
 
 
 def _prefill(config: WorkerConfig, engine_config: EngineConfig, model: Model, worker: str) -> tuple[Engine, Transport]:
@@ -163,7 +162,3 @@ def _layout(config: WorkerConfig, model: Model) -> KvLayout:
         layout_hash=model.layout_hash(config.block_size),
         numerics_hash=model.numerics_hash(),
     )
-
-
-def _name(model: Path) -> str:
-    return model.name

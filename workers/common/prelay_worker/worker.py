@@ -19,7 +19,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import orjson
 
@@ -72,6 +72,18 @@ class Worker(ABC):
         self.backend = backend
         self.engine = backend.engine
         self.id = name
+        #: What every heartbeat says of this worker, and never changes.
+        self._about = {
+            "id": name,
+            "role": config.role,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "block_size": backend.block_size,
+            "context_len": backend.context_len,
+            "model": backend.model,
+            "domain": backend.transport.domain,
+            **backend.detail,
+        }
         self.queue = SyncQueue(config.queue)
         self._make_matcher = matcher
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -227,7 +239,7 @@ class Worker(ABC):
     def _has_room(self, claim: Claim) -> bool:
         if claim.alone and (self.engine.running or self.engine.waiting):
             return False
-        if any(attempt.alone for attempt in self.attempts.values()):
+        if self._runs_alone():
             return False
         if self.reserved(claim):
             return self.engine.room(len(claim.spec.prompt_ids) + claim.spec.sampling.max_tokens)
@@ -279,33 +291,21 @@ class Worker(ABC):
         stats = self.engine.stats()
         # A held sequence, waiting to be copied away, takes blocks but no slot.
         slots = max(0, self.config.max_running - self.engine.running - self.engine.waiting)
-        alone = any(attempt.alone for attempt in self.attempts.values())
-        self._admission.publish(stats.free, slots, closed=bool(self._heads) or self._draining or alone)
+        closed = bool(self._heads) or self._draining or self._runs_alone()
+        self._admission.publish(stats.free, slots, closed)
         self.leases.publish(
             {
-                "id": self.id,
-                "role": self.config.role,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
+                **self._about,
                 "state": "draining" if self._draining else "ready",
                 "running": self.engine.running,
                 "waiting": self.engine.waiting + len(self._heads),
-                "kv": {
-                    "total": stats.total,
-                    "free": stats.free,
-                    "copying": stats.copying,
-                    "leased": stats.leased,
-                    "cached": stats.cached,
-                    "orphaned": stats.orphaned,
-                },
+                "kv": asdict(stats),
                 "computed_tokens": self.engine.computed_tokens,
-                "block_size": self.backend.block_size,
-                "context_len": self.backend.context_len,
-                "model": self.backend.model,
-                "domain": self.backend.transport.domain,
-                **self.backend.detail,
             }
         )
+
+    def _runs_alone(self) -> bool:
+        return any(attempt.alone for attempt in self.attempts.values())
 
     # Ends of an attempt.
 

@@ -245,9 +245,8 @@ def _group(batch: list[Write]) -> list[list[Write]]:
     """Put consecutive plain emissions into one group, joining those that continue each other; keep the order."""
     groups: list[list[Write]] = []
     for write in batch:
-        plain = isinstance(write, Tokens) and write.reason is None
         last = groups[-1] if groups else None
-        if not plain or last is None or not _plain(last[0]):
+        if last is None or not _plain(write) or not _plain(last[0]):
             groups.append([write])
             continue
         for i, other in enumerate(last):
