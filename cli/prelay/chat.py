@@ -25,6 +25,10 @@ class Conversation:
     seed: int | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """OpenAI's clients want a base URL that ends in /v1, so people have that one at hand: it does too."""
+        self.url = self.url.rstrip("/").removesuffix("/v1")
+
     def body(self) -> dict[str, Any]:
         optional = {"max_tokens": self.max_tokens, "seed": self.seed}
         return {

@@ -29,8 +29,8 @@ def read_geometry(folder: Path) -> Geometry:
     heads = _number(values, folder, "num_attention_heads")
     return Geometry(
         layers=_number(values, folder, "num_hidden_layers"),
-        kv_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or _number(values, folder, "hidden_size") // heads,
+        kv_heads=_optional(values, folder, "num_key_value_heads") or heads,
+        head_dim=_optional(values, folder, "head_dim") or _number(values, folder, "hidden_size") // heads,
         context_len=context_len(folder),
     )
 
@@ -66,7 +66,17 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _number(values: dict[str, Any], folder: Path, name: str) -> int:
-    value = values.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise ModelUnavailable(f"{folder / 'config.json'}: {name} is {value!r}, a positive number is needed")
+    """Return a positive whole number. Raise ModelUnavailable, which says what stands there in JSON's own words."""
+    if name not in values:
+        raise ModelUnavailable(f"{folder / 'config.json'} has no {name}: a positive whole number is needed")
+    value = values[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelUnavailable(
+            f"{folder / 'config.json'}: {name} must be a positive whole number, not {json.dumps(value):.40}"
+        )
     return value
+
+
+def _optional(values: dict[str, Any], folder: Path, name: str) -> int | None:
+    """The same where the key may be absent or null, which is how models say "as usual"."""
+    return None if values.get(name) is None else _number(values, folder, name)

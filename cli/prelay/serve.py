@@ -13,6 +13,7 @@ from .embedded import EmbeddedServer
 from .fleet import Fleet, Plan
 from .host import check_port, this_host
 from .model import resolve_model, served_name
+from .queueserver import inspect_server
 from .report import Report
 from .roles import geometry
 from .segments import sweep_segments
@@ -32,6 +33,8 @@ def serve(settings: Settings) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_leaving_on_sigterm())
         # First what is quick to say and would otherwise be found out after a long download.
+        if settings.url is not None:
+            inspect_server(settings.url)  # before anything runs that would have to be stopped again
         server = _embedded(settings, stack)
         check_port(settings.host, settings.port)
         plan = _plan(settings, server, report)

@@ -160,11 +160,26 @@ def _check_file(path: Path) -> None:
         raise BadUsage(f"--config: cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadUsage(f"--config: {path} is not valid TOML: {error}") from None
-    for key in keys:
+    for key, value in keys.items():
+        if isinstance(value, dict):
+            raise BadUsage(f"{path}: [{key}] is a table, and settings stand in none{_hint_for_table(key, value)}")
         if key not in OPTIONS:
-            near = difflib.get_close_matches(key.replace("-", "_"), OPTIONS, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise BadUsage(f"{path}: unknown key {key!r}{hint}")
+            raise BadUsage(f"{path}: unknown key {key!r}{_did_you_mean(key)}")
+
+
+def _hint_for_table(table: str, values: Mapping[str, object]) -> str:
+    """Say of a table which of its keys belong where, so that one look at the file is enough."""
+    known = [key for key in values if key in OPTIONS]
+    unknown = [key for key in values if key not in OPTIONS]
+    words = f": write {', '.join(known)} above all tables, without [{table}]" if known else ""
+    if unknown:
+        words += f"; unknown in it: {', '.join(repr(key) + _did_you_mean(key) for key in unknown)}"
+    return words
+
+
+def _did_you_mean(key: str) -> str:
+    near = difflib.get_close_matches(key.replace("-", "_"), OPTIONS, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _explain(detail: ErrorDetails, given: Mapping[str, object], file: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import TooSmall
+from .errors import BadUsage, TooSmall
 from .geometry import Geometry
 from .host import SHM, Host, size
 from .settings import Settings
@@ -27,7 +27,8 @@ class Sizes:
 def sizes(settings: Settings, geometry: Geometry | None, host: Host) -> Sizes:
     """Decide for one host that runs the workers `settings` counts. No geometry is the null model.
 
-    Raise TooSmall, naming the size needed, when the memory cannot hold one full context per worker.
+    Raise TooSmall, naming the size needed, when the memory cannot hold one full context per worker, and BadUsage when
+    sequences longer than the model's context are asked for: each worker would say so by itself, after loading.
     """
     prefill, decode, unified = settings.counts()
     threads = settings.threads or max(1, host.cores // max(1, prefill + decode + unified))
@@ -43,7 +44,8 @@ class _Pool:
         self.settings, self.host = settings, host
         element = 2 if settings.dtype == "bfloat16" or (settings.dtype == "auto" and host.has_bf16) else 4
         self.block_bytes = geometry.token_bytes(element) * settings.block_size
-        self.context = min(settings.max_model_len or geometry.context_len, geometry.context_len)
+        self.context = settings.max_model_len or geometry.context_len
+        self.model_context = geometry.context_len
         self.context_blocks = -(-self.context // settings.block_size)
 
     def decode(self, workers: int) -> int:
@@ -63,7 +65,9 @@ class _Pool:
         return max(self.context_blocks, min(share // self.block_bytes, most))
 
     def check(self, prefill: int, others: int) -> None:
-        """Raise TooSmall where the pools cannot hold a full context each, or not what was asked for."""
+        """Raise BadUsage or TooSmall where the model or the pools cannot hold a full context, or what was asked for."""
+        if self.context > self.model_context:
+            raise BadUsage(f"--max-model-len must be at most the model's {self.model_context}, not {self.context}")
         asked = (self.settings.prefill_kv_blocks or 0) * self.block_bytes * prefill
         if asked > self.host.shm_free:
             raise TooSmall(

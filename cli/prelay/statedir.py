@@ -32,7 +32,7 @@ class StateDir:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _open(self.root / "lock")
         except OSError as error:
-            raise StateDirError(f"cannot use the state directory {root}: {error.strerror}") from None
+            raise StateDirError(f"cannot use the state directory {root}: {_why(error, self.root)}") from None
         try:
             self._take()
             _private(self.server)
@@ -67,6 +67,15 @@ class StateDir:
             self.socket.unlink(missing_ok=True)
             self._runtime.rmdir()
         os.close(self._lock)
+
+
+def _why(error: OSError, root: Path) -> str:
+    """The system's words, or better ones where something that is no directory stands in the way."""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        for place in (root, *root.parents):
+            if place.exists() and not place.is_dir():
+                return f"{'it' if place == root else place} is a file, not a directory; name another --state-dir"
+    return error.strerror or str(error)
 
 
 def _open(path: Path) -> int:

@@ -24,6 +24,7 @@ class Fake(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answers: list[tuple[int, bytes]] = []
         self.asked: list[dict[str, Any]] = []
+        self.paths: list[str] = []
 
     @property
     def url(self) -> str:
@@ -34,9 +35,11 @@ class Handler(BaseHTTPRequestHandler):
     server: Fake
 
     def do_GET(self) -> None:
+        self.server.paths.append(self.path)
         self._send(200, b'{"data": [{"id": "first"}, {"id": "second"}]}')
 
     def do_POST(self) -> None:
+        self.server.paths.append(self.path)
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
         self._send(*self.server.answers.pop(0))
 
@@ -89,6 +92,13 @@ def test_one_question_gets_one_answer_of_the_first_model(server: Fake, capsys: p
     assert asked["model"] == "first"
     assert asked["messages"] == [{"role": "user", "content": "Hi?"}]
     assert (asked["max_tokens"], asked["seed"], asked["stream"]) == (5, 7, True)
+
+
+@pytest.mark.parametrize("tail", ["/", "/v1", "/v1/"])
+def test_the_base_url_of_openais_clients_does_too(server: Fake, tail: str) -> None:
+    server.answers = [says("Hello.")]
+    assert converse(Conversation(server.url + tail), "Hi?") == 0
+    assert server.paths == ["/v1/models", "/v1/chat/completions"]
 
 
 def test_a_conversation_remembers_what_was_said_and_ends_at_exit(server: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

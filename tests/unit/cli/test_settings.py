@@ -114,9 +114,23 @@ def test_an_unknown_key_in_the_file_is_an_error_with_the_nearest_name(tmp_path: 
     file.write_text("kv-blocks = 12\n")
     with pytest.raises(BadUsage, match=r"unknown key 'kv-blocks' \(did you mean kv_blocks\?\)"):
         load({}, str(file))
-    file.write_text("[serve]\nport = 1\n")
-    with pytest.raises(BadUsage, match="unknown key 'serve'"):
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[serve]\nport = 1\ndecode = 2\n", ": write port, decode above all tables, without [serve]"),
+        ("[serve]\nkv-blocks = 1\n", "; unknown in it: 'kv-blocks' (did you mean kv_blocks?)"),
+        ("[serve]\nport = 1\nx = 2\n", ": write port above all tables, without [serve]; unknown in it: 'x'"),
+        ("[serve]\n", ""),
+    ],
+)
+def test_a_table_in_the_file_is_an_error_that_says_where_its_keys_belong(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(text)
+    with pytest.raises(BadUsage) as refused:
         load({}, str(file))
+    assert str(refused.value) == f"{file}: [serve] is a table, and settings stand in none{words}"
 
 
 def test_a_file_that_is_missing_or_no_toml_is_one_line(tmp_path: Path) -> None:

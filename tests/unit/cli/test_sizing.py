@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prelay.errors import ModelUnavailable, TooSmall
+from prelay.errors import BadUsage, ModelUnavailable, TooSmall
 from prelay.geometry import Geometry, check_folder, read_geometry
 from prelay.host import Host, this_host
 from prelay.settings import Settings, load
@@ -60,6 +60,12 @@ def test_a_small_shm_is_refused_with_the_size_needed() -> None:
         sized({}, host(shm=128 * 1024))
     with pytest.raises(TooSmall, match=r"--prefill-kv-blocks 1000 needs 4 MiB of /dev/shm"):
         sized({"prefill_kv_blocks": "1000"}, host(shm=1 << 20))
+
+
+def test_sequences_longer_than_the_models_context_are_refused_before_any_worker_is_started() -> None:
+    assert sized({"max_model_len": "1024"}, host()).prefill_kv_blocks == 2 * CONTEXT_BLOCKS
+    with pytest.raises(BadUsage, match=r"^--max-model-len must be at most the model's 1024, not 1025$"):
+        sized({"max_model_len": "1025"}, host())
 
 
 def test_what_was_asked_for_is_taken_as_it_is() -> None:
@@ -115,6 +121,35 @@ def test_a_broken_configuration_is_one_line(tmp_path: Path, config: str) -> None
         read_geometry(write(tmp_path, config))
     assert "config.json" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+SHAPE = {"num_hidden_layers": 3, "num_attention_heads": 8, "hidden_size": 64, "max_position_embeddings": 128}
+
+
+def test_a_key_that_is_missing_from_the_configuration_is_named(tmp_path: Path) -> None:
+    for name in SHAPE:
+        folder = write(tmp_path, {key: value for key, value in SHAPE.items() if key != name})
+        with pytest.raises(ModelUnavailable, match=rf"config\.json has no {name}: a positive whole number is needed$"):
+            read_geometry(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("hidden_size", None, "null"),
+        ("num_hidden_layers", True, "true"),
+        ("head_dim", "x", '"x"'),
+        ("num_key_value_heads", -1, "-1"),
+    ],
+)
+def test_a_bad_number_is_shown_as_the_file_has_it(tmp_path: Path, name: str, value: object, shown: str) -> None:
+    with pytest.raises(ModelUnavailable, match=f"{name} must be a positive whole number, not {shown}$"):
+        read_geometry(write(tmp_path, SHAPE | {name: value}))
+
+
+def test_a_key_that_says_as_usual_with_null_is_as_usual(tmp_path: Path) -> None:
+    folder = write(tmp_path, SHAPE | {"num_key_value_heads": None, "head_dim": None})
+    assert read_geometry(folder) == Geometry(3, 8, 8, 128)
 
 
 def test_a_folder_without_its_files_is_refused_by_the_missing_name(tmp_path: Path) -> None:

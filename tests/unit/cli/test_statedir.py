@@ -83,6 +83,17 @@ def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StateDirError, match="cannot use the state directory"):
-        StateDir(tmp_path / "file" / "state")
+    with pytest.raises(StateDirError, match=r"^cannot use the state directory /proc/none: No such file or directory$"):
+        StateDir(Path("/proc/none"))
+
+
+def test_a_file_in_the_place_of_the_directory_or_of_one_above_it_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(StateDirError) as refused:
+        StateDir(file)
+    assert str(refused.value) == (
+        f"cannot use the state directory {file}: it is a file, not a directory; name another --state-dir"
+    )
+    with pytest.raises(StateDirError, match=f"{file}/deep/state: {file} is a file, not a directory"):
+        StateDir(file / "deep" / "state")
