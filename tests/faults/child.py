@@ -1,4 +1,4 @@
-"""One null worker as a process: its configuration is one JSON argument. Imports no more than a worker needs.
+"""One null worker, or API, as a process: its configuration is one JSON argument. Imports no more than it needs.
 
 python -m tests.faults.child '{"role": "decode", …}'
 """
@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -21,11 +21,18 @@ from prelay_queue import failpoints
 from prelay_queue.settings import QueueSettings, QueueTimes
 from prelay_worker.config import NullModel, Role, WorkerConfig
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _PR_SET_PDEATHSIG = 1
 
 
-def encode(config: WorkerConfig) -> str:
+def encode(config: DataclassInstance) -> str:
     return orjson.dumps(asdict(config), default=str).decode()
+
+
+def _queue(data: dict[str, Any]) -> QueueSettings:
+    return QueueSettings(**{**data, "times": QueueTimes(**data["times"])})
 
 
 def decode(raw: str) -> WorkerConfig:
@@ -33,7 +40,7 @@ def decode(raw: str) -> WorkerConfig:
     queue, null, model = data.pop("queue"), data.pop("null"), data.pop("model")
     return WorkerConfig(
         **{**data, "role": Role(data["role"])},
-        queue=QueueSettings(**{**queue, "times": QueueTimes(**queue["times"])}),
+        queue=_queue(queue),
         null=NullModel(**{**null, "eos_ids": tuple(null["eos_ids"])}),
         model=Path(model) if model else None,
     )
@@ -44,7 +51,15 @@ def serve(raw: str) -> int:
     return int(import_module(f"prelay_{config.role}.main").run(config))
 
 
-def serve_forked(raw: str, faults: str, log: str) -> None:
+def serve_api(raw: str) -> int:
+    from prelay_api.config import ApiConfig
+    from prelay_api.main import run
+
+    data: dict[str, Any] = orjson.loads(raw)
+    return run(ApiConfig(**{**data, "queue": _queue(data["queue"]), "model": Path(data["model"])}))
+
+
+def serve_forked(raw: str, faults: str, log: str, kind: str = "worker") -> None:
     """Serve in a child of a fork server, which has imported everything: a worker then starts in milliseconds."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -53,7 +68,7 @@ def serve_forked(raw: str, faults: str, log: str) -> None:
     failpoints.arm(faults)
     code = 1
     try:
-        code = serve(raw)
+        code = serve_api(raw) if kind == "api" else serve(raw)
     finally:
         logging.shutdown()
         sys.stderr.flush()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import multiprocessing
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import psutil
 
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueUnavailable
@@ -33,94 +28,17 @@ from prelay_worker.config import NullModel, Role, WorkerConfig
 from prelay_worker.null import null_token
 from tests.bed.processes import ROOT, until
 from tests.bed.servers import Server
-from tests.faults.child import encode, serve_forked
+from tests.faults.child import encode
+from tests.faults.forked import Forked, WorkerProcess
 
 #: A second and a half where the product waits ten, and the rest in proportion.
 TIMES = QueueTimes(
     lease_ms=1_500, renew_ms=400, heartbeat_ms=200, worker_ttl_ms=2_000, pending_idle_ms=600, preempt_grace_ms=300,
-    queued_check_ms=500, sweep_ms=200,
+    queued_check_ms=500, sweep_ms=200, api_grace_ms=600_000,
 )  # fmt: skip
 #: A frozen worker is continued after this long: its leases have ended and its jobs run elsewhere.
 THAW_S = TIMES.lease_ms / 1000 + 0.7
 NULL = NullModel(step_ms=2)
-
-#: Starting a process polls all others of this interpreter: with fleets in several threads an exit code would be lost.
-_lock = threading.RLock()
-_fork = multiprocessing.get_context("forkserver")
-_fork.set_forkserver_preload(["tests.faults.child", "prelay_prefill.main", "prelay_decode.main", "prelay_unified.main"])
-
-
-class WorkerProcess:
-    """One worker process and what it says."""
-
-    def __init__(self, config: WorkerConfig, faults: str, folder: Path) -> None:
-        self.config = config
-        self.frozen_at: float | None = None
-        self.log_path = folder / f"{config.role}-{next(_numbers)}.log"
-        self._process = _fork.Process(target=serve_forked, args=(encode(config), faults, str(self.log_path)))
-        with _lock:
-            self._process.start()
-
-    def __repr__(self) -> str:
-        return f"WorkerProcess({self.config.role}, pid={self.pid}, code={self.code})"
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    @property
-    def code(self) -> int | None:
-        with _lock:
-            return self._process.exitcode
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text() if self.log_path.exists() else ""
-
-    @property
-    def id(self) -> str:
-        """The incarnation, "" before it is ready."""
-        found = re.search(r"worker (\S+) is ready", self.log)
-        return found[1] if found else ""
-
-    @property
-    def frozen(self) -> bool:
-        try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
-        except psutil.NoSuchProcess:
-            return False
-
-    def send(self, number: int) -> None:
-        if self.code is None:
-            os.kill(self.pid, number)
-
-    def struck(self, point: str) -> bool:
-        """Did the fault at this point happen?"""
-        return f"failpoint {point}: " in self.log
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; False when it does not come."""
-        deadline = time.monotonic() + timeout_s
-        while self.code is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self.code is not None
-
-    def kill(self) -> None:
-        self.send(signal.SIGKILL)
-        assert self.wait(10)
-
-    def stop(self, timeout_s: float = 15) -> int | None:
-        """SIGTERM, wait, and return the exit code; one that stays is killed, and None is returned."""
-        self.send(signal.SIGCONT)
-        self.send(signal.SIGTERM)
-        if not self.wait(timeout_s):
-            self.kill()
-            return None
-        return self.code
-
-
-_numbers = itertools.count()
 
 
 @dataclass
@@ -149,7 +67,7 @@ class NullFleet:
     times: QueueTimes = TIMES
     url: str = ""  # another way to the server than its socket
     workers: list[WorkerProcess] = field(default_factory=list)
-    ended: list[WorkerProcess] = field(default_factory=list)
+    ended: list[Forked] = field(default_factory=list)
     clients: list[Client] = field(default_factory=list)
     nudge: Callable[[], None] = lambda: None  # done again and again while jobs run
     relay: bool = True  # clients answer preempts with what they delivered
@@ -178,12 +96,8 @@ class NullFleet:
             if worker.code is not None:
                 self.ended.append(worker)
                 self.workers[i] = WorkerProcess(worker.config, "", self.folder)
-            elif worker.frozen:
-                worker.frozen_at = worker.frozen_at or time.monotonic()
-                if time.monotonic() - worker.frozen_at > THAW_S:
-                    worker.send(signal.SIGCONT)
             else:
-                worker.frozen_at = None
+                thaw(worker)
 
     def status(self) -> list[dict[str, Any]]:
         """The heartbeats of the workers that run now."""
@@ -223,6 +137,7 @@ class NullFleet:
             self.tend()
             self.nudge()
             with contextlib.suppress(QueueUnavailable):  # the server is away; it comes back
+                self.queue.run(self.queue.scripts.attend("api:t", 30, begin=False))
                 waiting = [client for client in waiting if not self._relay(client)]
             assert time.monotonic() < deadline, f"not done: {[(c.id, self.view(c)) for c in waiting]}\n{self.logs()}"
             time.sleep(0.05)
@@ -277,28 +192,38 @@ class NullFleet:
         except AssertionError:
             raise AssertionError(f"pools are not free: {self.status()}\n{self.logs()}") from None
 
+    @property
+    def processes(self) -> Sequence[Forked]:
+        """All that run, or should, in the order in which they are told to end."""
+        return self.workers
+
     def check_nothing_left(self) -> None:
-        """Stop the workers: they end well, and Redis holds the retained jobs and empty work streams only."""
-        for worker in self.workers:
-            worker.send(signal.SIGTERM)
-        codes = [worker.stop() for worker in self.workers]
+        """Stop the processes: they end well, and Redis holds the retained jobs and empty work streams only."""
+        for process in self.processes:
+            process.send(signal.SIGTERM)
+        codes = [process.stop() for process in self.processes]
         assert codes == [0] * len(codes), f"{codes}\n{self.logs()}"
-        dead = {str(worker.pid) for worker in self.ended}
+        dead = {str(process.pid) for process in self.ended}
         for raw in self.redis.keys(f"{self.keys.prefix}*"):
-            key = text(raw).removeprefix(self.keys.prefix)
-            kind, _, rest = key.partition(":")
-            if kind == "work":
-                assert self.redis.xlen(raw) == 0, key
-                assert all(group["pending"] == 0 for group in self.redis.xinfo_groups(raw)), key
-            elif kind in ("job", "log"):
-                assert self.redis.pttl(raw) > 0, key
-            elif kind in ("worker", "ctl"):  # of one that was killed: they go by themselves
-                assert rest.split(":")[1] in dead, key
-                assert self.redis.pttl(raw) > 0, key
-            elif kind == "workers":
-                assert {text(name).split(":")[1] for name in self.redis.zrange(raw, 0, -1)} <= dead
-            else:
-                assert kind in ("domains", "dead"), key
+            self._check_key(raw, dead)
+
+    def _check_key(self, raw: bytes, dead: set[str]) -> None:
+        """May this key be there when all have ended? Keys of those that were killed go by themselves."""
+        key = text(raw).removeprefix(self.keys.prefix)
+        kind, _, rest = key.partition(":")
+        if kind == "work":
+            assert self.redis.xlen(raw) == 0, key
+            assert all(group["pending"] == 0 for group in self.redis.xinfo_groups(raw)), key
+        elif kind in ("job", "log"):
+            assert self.redis.pttl(raw) > 0, key
+        elif kind in ("worker", "ctl", "live"):
+            assert rest.split(":")[1] in dead, key
+            assert self.redis.pttl(raw) > 0, key
+        elif kind in ("workers", "apis"):
+            names = {text(name) for name in self.redis.zrange(raw, 0, -1)} - {"api:t"}  # the clients of `submit`
+            assert {name.split(":")[1] for name in names} <= dead
+        else:
+            assert kind in ("domains", "apis", "dead"), key
 
     def finish(self, timeout_s: float = 40) -> None:
         """Wait for all jobs and check everything."""
@@ -308,13 +233,23 @@ class NullFleet:
         self.check_nothing_left()
 
     def logs(self) -> str:
-        return "\n".join(f"--- {worker!r}\n{worker.log[-3000:]}" for worker in (*self.ended, *self.workers))
+        return "\n".join(f"--- {worker!r}\n{worker.log[-3000:]}" for worker in (*self.ended, *self.processes))
 
     def close(self) -> None:
-        for worker in self.workers:
-            worker.kill()
+        for process in self.processes:
+            process.kill()
         self.redis.delete(*self.redis.keys(f"{self.keys.prefix}*"), "none")
         self.queue.close()
+
+
+def thaw(process: Forked) -> None:
+    """Continue a process that has been frozen for long enough."""
+    if not process.frozen:
+        process.frozen_at = None
+        return
+    process.frozen_at = process.frozen_at or time.monotonic()
+    if time.monotonic() - process.frozen_at > THAW_S:
+        process.send(signal.SIGCONT)
 
 
 @contextlib.contextmanager

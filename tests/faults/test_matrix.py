@@ -124,4 +124,4 @@ def test_both_sides_dying_change_no_answer(server: Server, prefill: str, decode:
         fleet.start(Role.DECODE, decode, blocks=22)
         fleet.submit(6, max_tokens=32)
         fleet.finish(60)
-        assert sorted(worker.config.role for worker in fleet.ended) == [Role.DECODE, Role.PREFILL]
+        assert sorted(worker.role for worker in fleet.ended) == [Role.DECODE, Role.PREFILL]

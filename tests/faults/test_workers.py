@@ -126,7 +126,7 @@ def test_a_poisonous_prompt_alone_is_given_up_and_its_neighbours_are_right(share
         view = fleet.view(bad)
         error = orjson.loads(view.error)
         assert (view.reason, error["code"], error["status"]) == ("error", "worker_crashed", 500)
-        assert len([worker for worker in fleet.ended if worker.config.role is role]) == 4  # two in company, two alone
+        assert len([worker for worker in fleet.ended if worker.role is role]) == 4  # two in company, two alone
         ((_, letter),) = fleet.redis.xrange(fleet.keys.dead)
         assert text(letter[b"id"]) == bad.id
         for client in good:

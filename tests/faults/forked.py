@@ -1,0 +1,127 @@
+"""Processes of a fault test, forked from a server that has imported everything: they start in milliseconds."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from prelay_api.config import ApiConfig
+from prelay_worker.config import WorkerConfig
+from tests.faults.child import encode, serve_forked
+
+#: Starting a process polls all others of this interpreter: with fleets in several threads an exit code would be lost.
+_lock = threading.RLock()
+_fork = multiprocessing.get_context("forkserver")
+_fork.set_forkserver_preload(
+    [
+        "tests.faults.child",
+        *(f"prelay_{part}.main" for part in ("prefill", "decode", "unified", "api")),
+    ]
+)
+_numbers = itertools.count()
+
+
+class Forked:
+    """One process and what it says."""
+
+    def __init__(self, kind: str, config: WorkerConfig | ApiConfig, faults: str, folder: Path) -> None:
+        self.frozen_at: float | None = None
+        self.role = kind
+        self.log_path = folder / f"{kind}-{next(_numbers)}.log"
+        entry = "api" if isinstance(config, ApiConfig) else "worker"
+        self._process = _fork.Process(target=serve_forked, args=(encode(config), faults, str(self.log_path), entry))
+        with _lock:
+            self._process.start()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.log_path.stem}, pid={self.pid}, code={self.code})"
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        with _lock:
+            return self._process.exitcode
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text() if self.log_path.exists() else ""
+
+    def said(self, pattern: str) -> str:
+        """The first group of the first match of `pattern` in the output, "" before it is said."""
+        found = re.search(pattern, self.log)
+        return found[1] if found else ""
+
+    @property
+    def frozen(self) -> bool:
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
+
+    def send(self, number: int) -> None:
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def struck(self, point: str) -> bool:
+        """Did the fault at this point happen?"""
+        return f"failpoint {point}: " in self.log
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False when it does not come."""
+        deadline = time.monotonic() + timeout_s
+        while self.code is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.code is not None
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        assert self.wait(10)
+
+    def stop(self, timeout_s: float = 15) -> int | None:
+        """SIGTERM, wait, and return the exit code; one that stays is killed, and None is returned."""
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGTERM)
+        if not self.wait(timeout_s):
+            self.kill()
+            return None
+        return self.code
+
+
+class WorkerProcess(Forked):
+    """One worker process. `id` is its incarnation, "" before it is ready."""
+
+    def __init__(self, config: WorkerConfig, faults: str, folder: Path) -> None:
+        self.config = config
+        super().__init__(config.role, config, faults, folder)
+
+    @property
+    def id(self) -> str:
+        return self.said(r"worker (\S+) is ready")
+
+
+class ApiProcess(Forked):
+    """One API process. `url` is where it serves and `id` its incarnation, each "" before it is so far."""
+
+    def __init__(self, config: ApiConfig, faults: str, folder: Path) -> None:
+        self.config = config
+        super().__init__("api", config, faults, folder)
+
+    @property
+    def url(self) -> str:
+        return self.said(r"serving \S+ on (http://\S+)")
+
+    @property
+    def id(self) -> str:
+        return self.said(r"listening as (\S+)")
