@@ -14,6 +14,7 @@ class Contact:
         self._clock = clock
         self._since: float | None = None
         self._last = 0.0
+        self._server: tuple[int, float] | None = None  # its clock, ms, and when we heard it
 
     def __repr__(self) -> str:
         return f"Contact(held_ms={self.held_ms})"
@@ -28,6 +29,18 @@ class Contact:
     def lost(self) -> None:
         """Redis has not answered."""
         self._since = None
+
+    def at_server(self, now_ms: int) -> None:
+        """Redis has told its time."""
+        self._server = (now_ms, self._clock())
+
+    @property
+    def server_ms(self) -> int | None:
+        """What the clock of Redis shows by now, at least; None before it told."""
+        if self._server is None:
+            return None
+        told, at = self._server
+        return told + int((self._clock() - at) * 1000)
 
     @property
     def held_ms(self) -> int:

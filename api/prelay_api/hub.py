@@ -76,7 +76,8 @@ class Hub:
         await end(*self._tasks)
         with contextlib.suppress(RedisError, TimeoutError):
             async with asyncio.timeout(1):
-                await self.queue.redis.delete(self._key, self.queue.keys.api(self.id))
+                await self.queue.redis.delete(self._key)
+                await self.queue.redis.zrem(self.queue.keys.apis, self.id)
 
     def subscribe(self, job: str, relay: Relay) -> Subscription:
         """Hear of `job` from now on. Do it before the submit, so that no event is missed."""
@@ -151,7 +152,9 @@ class Hub:
 
     async def _say_alive(self, *, begin: bool) -> str:
         """Keep our keys for another while; with `begin` make the stream, and return the entry to read on from."""
-        return await self.queue.run(self.queue.scripts.attend(self.id, self._ttl_s, begin=begin))
+        entry, server_ms = await self.queue.run(self.queue.scripts.attend(self.id, self._ttl_s, begin=begin))
+        self.contact.at_server(server_ms)
+        return entry
 
     # --- silence
 

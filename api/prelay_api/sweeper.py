@@ -40,13 +40,15 @@ class Sweeper:
         times = self._queue.settings.times
         while True:
             await asyncio.sleep(times.sweep_ms / 1000 * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
-            if self._contact.held_ms < times.lease_ms:
+            server_ms = self._contact.server_ms
+            if self._contact.held_ms < times.lease_ms or server_ms is None:
                 continue
             try:
-                await self._sweep()
+                # Held up on its way, perhaps with everybody's renewals behind it, it must do nothing.
+                await self._sweep(latest_ms=server_ms + times.lease_ms // 4)
             except (QueueError, RedisError) as error:
                 log.warning("sweep: %s", error)
                 self._contact.lost()
 
-    async def _sweep(self) -> None:
-        say(await self._queue.run(sweep(self._queue.scripts, self._queue.settings.times)))
+    async def _sweep(self, latest_ms: int) -> None:
+        say(await self._queue.run(sweep(self._queue.scripts, self._queue.settings.times, latest_ms)))

@@ -35,7 +35,8 @@ work:decode:<domain>:<cls>:<r|n>       al (1: run alone). Deleted at claim, so X
 domains             set      KV domains that have had a decode stream
 live:<api>          stream   fan-in of one API process: field e = JSON list of events. MAXLEN ~ 4096, NOMKSTREAM:
                              workers skip it when the API process is gone. EXPIRE 30 s, refreshed by its owner
-api:<api>           string   an API process is alive; EX 30
+apis                zset     API processes; score = server ms at which one was last heard of (`attend`). `reap` takes
+                             the dead out, with their attachments
 ctl:<worker>        stream   control of one worker: field c = JSON command. MAXLEN ~ 1000, EXPIRE 60 s
 worker:<worker>     string   heartbeat, JSON (by `beat`); PX 15000
 workers             zset     incarnations by last heartbeat, server ms
@@ -103,8 +104,9 @@ class Keys:
     def live(self, api: str) -> str:
         return f"{self.prefix}live:{api}"
 
-    def api(self, api: str) -> str:
-        return f"{self.prefix}api:{api}"
+    @property
+    def apis(self) -> str:
+        return f"{self.prefix}apis"
 
     def control(self, worker: str) -> str:
         return f"{self.prefix}ctl:{worker}"

@@ -124,6 +124,7 @@ class Reaped:
     requeued: tuple[str, ...] = ()
     pushed: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
+    abandoned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +214,15 @@ class Scripts:
         """Back to step 1 after a preempt. `resume` -1, or any but the sole attachment, keeps all emitted."""
         return self._call("requeue", lambda r: Requeued(text(r[0]), int(r[1]), int(r[2])), job, epoch, resume, token)
 
-    def renew(self, owner: str, lease_ms: int, held: Sequence[Held]) -> Call[tuple[str, ...]]:
-        """Per item: run → kept | done | lost; export → hold | release."""
+    def renew(
+        self, owner: str, lease_ms: int, held: Sequence[Held], stranded_ms: int = 30_000
+    ) -> Call[tuple[str, ...]]:
+        """Per item: run → kept | done | lost; export → hold | release.
+
+        What has waited staged for `stranded_ms` without a live decode worker goes back to step 1, if others can run it.
+        """
         payload = orjson.dumps([(h.job, h.epoch, h.kind) for h in held])
-        return self._call("renew", _texts, owner, lease_ms, payload)
+        return self._call("renew", _texts, owner, lease_ms, payload, stranded_ms)
 
     def finish(
         self, job: str, epoch: int, owner: str, seq: int, ids: Sequence[int], reason: str, error: str = ""
@@ -236,12 +242,16 @@ class Scripts:
         max_alone_crashes: int,
         error: str,
         latest_ms: int = 0,
+        api_grace_ms: int = 30_000,
     ) -> Call[Reaped]:
-        """Give back expired leases, unanswered preempts and lost stream entries; nothing after `latest_ms`."""
+        """Give back expired leases, unanswered preempts, lost stream entries and what only dead API processes watch.
+
+        Nothing after `latest_ms` (server time; 0: whenever).
+        """
         return self._call(
             "reap",
             lambda raw: Reaped(*(_texts(ids) for ids in raw)),
-            limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error, latest_ms,
+            limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error, latest_ms, api_grace_ms,
         )  # fmt: skip
 
     def view(self, job: str) -> Call[LogView | None]:
@@ -257,9 +267,9 @@ class Scripts:
         """Ask whoever runs the job to give this attempt up: (state, owner asked or '', epoch); state may be gone."""
         return self._call("evict", lambda raw: (text(raw[0]), text(raw[1]), int(raw[2])), job)
 
-    def attend(self, api: str, ttl_s: int, *, begin: bool) -> Call[str]:
-        """Say that an API process lives; with `begin` make its live stream: the entry to read on from."""
-        return self._call("attend", text, api, ttl_s, int(begin))
+    def attend(self, api: str, ttl_s: int, *, begin: bool) -> Call[tuple[str, int]]:
+        """Say that an API process lives; with `begin` make its live stream: the entry to read on from, server ms."""
+        return self._call("attend", lambda raw: (text(raw[0]), int(raw[1])), api, ttl_s, int(begin))
 
     def disown(self, prefix: str) -> Call[int]:
         """End the leases of workers that are known to be dead, by the beginning of their incarnation: how many."""

@@ -25,8 +25,13 @@ class QueueTimes:
     preempt_grace_ms: int = 2_000
     #: A queued job's stream entry is checked this often.
     queued_check_ms: int = 5_000
+    #: A prefilled job that no live decode worker can take goes back to step 1 after this long, if others can run it.
+    stranded_ms: int = 30_000
     sweep_ms: int = 1_000
+    #: The live stream of an API process that is not heard of goes after this long, seconds.
     api_ttl_s: int = 30
+    #: An API process that is not heard of for this long watches nothing any more.
+    api_grace_ms: int = 30_000
 
 
 @dataclass(frozen=True, slots=True)

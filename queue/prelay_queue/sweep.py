@@ -33,11 +33,11 @@ def sweep(scripts: Scripts, times: QueueTimes, latest_ms: int = 0) -> Call[Reape
     A call that reaches the server after `latest_ms` (server time; 0: whenever) does nothing.
     """
     grace_ms, check_ms = times.preempt_grace_ms, times.queued_check_ms
-    return scripts.reap(LIMIT, grace_ms, check_ms, MAX_ALONE_CRASHES, CRASHED_ALONE, latest_ms)
+    return scripts.reap(LIMIT, grace_ms, check_ms, MAX_ALONE_CRASHES, CRASHED_ALONE, latest_ms, times.api_grace_ms)
 
 
 def say(swept: Reaped) -> None:
     """Log what was given back."""
-    for what in ("reaped", "requeued", "pushed", "dead"):
+    for what in ("reaped", "requeued", "pushed", "dead", "abandoned"):
         if ids := getattr(swept, what):
             log.warning("sweep: %s %s", what, ", ".join(ids))

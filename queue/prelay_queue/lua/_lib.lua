@@ -87,6 +87,15 @@ local function unpush(id)
   end
 end
 
+-- Attachments without those for which `gone(token)` holds, and whether there was one.
+local function without(attachments, gone)
+  local left, found = {}, false
+  for token in string.gmatch(attachments, '[^ ]+') do
+    if gone(token) then found = true else table.insert(left, token) end
+  end
+  return table.concat(left, ' '), found
+end
+
 -- All token ids of the log, in order.
 local function log_ids(id)
   local ids = {}

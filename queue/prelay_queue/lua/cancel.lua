@@ -6,13 +6,10 @@ local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'at', 'ow')
 if not v[1] then return 'gone' end
 if v[1] == 'done' then return 'done' end
 if token ~= '' then
-  local left, attached = {}, false
-  for other in string.gmatch(v[3], '[^ ]+') do
-    if other == token then attached = true else table.insert(left, other) end
-  end
+  local left, attached = without(v[3], function(other) return other == token end)
   if not attached then return 'watched' end
-  redis.call('HSET', jobkey(id), 'at', table.concat(left, ' '))
-  if #left > 0 then return 'watched' end
+  redis.call('HSET', jobkey(id), 'at', left)
+  if left ~= '' then return 'watched' end
 end
 control(v[4], 'stop', id, tonumber(v[2]))
 conclude(id, v[1], tonumber(v[2]), 'cancelled', '')

@@ -1,14 +1,15 @@
--- reap(limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error, latest_ms): give back what nobody looks after.
+-- reap(limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error, latest_ms, api_grace_ms): give back what
+-- nobody looks after.
 -- Run it only after one lease of uninterrupted contact. A call that arrives after `latest_ms` (server time; 0: any) was
 -- held up, perhaps with everybody's renewals behind it, and does nothing.
--- Answers {reaped ids}, {requeued ids}, {pushed ids}, {dead ids}.
+-- Answers {reaped ids}, {requeued ids}, {pushed ids}, {dead ids}, {abandoned ids}.
 local limit, grace, check, max_alone, dead_error =
   tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
-local latest = tonumber(ARGV[6])
+local latest, api_grace = tonumber(ARGV[6]), tonumber(ARGV[7])
 local now = now_ms()
-local reaped, requeued, pushed, dead = {}, {}, {}, {}
+local reaped, requeued, pushed, dead, abandoned = {}, {}, {}, {}, {}
 
-if latest > 0 and now > latest then return { reaped, requeued, pushed, dead } end
+if latest > 0 and now > latest then return { reaped, requeued, pushed, dead, abandoned } end
 
 -- Crashes of all kinds after which a job is given up: one that gets a little further each time must end too.
 local MAX_CRASHES = 8
@@ -69,5 +70,23 @@ for _, id in ipairs(due('queued', now - check)) do
     redis.call('ZADD', P .. 'queued', now, id)
   end
 end
+
+-- 4. API processes that have not been heard of for the grace: they watch nothing any more, and what only they watched
+-- ends. One process a sweep, since this looks at every job of the partition that is not over.
+for _, api in ipairs(redis.call('ZRANGEBYSCORE', P .. 'apis', '-inf', now - api_grace, 'LIMIT', 0, 1)) do
+  for _, index in ipairs({ 'queued', 'leases', 'preempted' }) do
+    for _, id in ipairs(redis.call('ZRANGE', P .. index, 0, -1)) do
+      local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'at', 'ow')
+      local left, gone = without(v[3] or '', function(token) return string.sub(token, 1, #api + 1) == api .. '#' end)
+      if gone then redis.call('HSET', jobkey(id), 'at', left) end
+      if gone and left == '' then
+        control(v[4], 'stop', id, tonumber(v[2]))
+        conclude(id, v[1], tonumber(v[2]), 'cancelled', '')
+        table.insert(abandoned, id)
+      end
+    end
+  end
+  redis.call('ZREM', P .. 'apis', api)
+end
 flush()
-return { reaped, requeued, pushed, dead }
+return { reaped, requeued, pushed, dead, abandoned }

@@ -16,6 +16,8 @@ for _, job in ipairs(cjson.decode(ARGV[1])) do
       redis.call('XADD', logkey(job.id), job.ep .. '-' .. (i - 1), 't', token)
     end
     redis.call('ZADD', P .. 'queued', now, job.id)
+    -- Its API process may never have said that it lives: it dies, or Redis was away until now.
+    for api in string.gmatch(job.at, '([^ #]+)#') do redis.call('ZADD', P .. 'apis', 'NX', now, api) end
     if #job.ids >= job.mt then
       conclude(job.id, 'queued', job.ep, 'length', '')
     else

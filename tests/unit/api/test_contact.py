@@ -45,3 +45,12 @@ def test_a_pause_of_the_process_begins_the_count_again() -> None:
     assert contact.held_ms == 0
     talk(contact, clock, 3)
     assert contact.held_ms == 3_000
+
+
+def test_the_clock_of_redis_goes_on_from_what_it_told() -> None:
+    clock = Clock()
+    contact = Contact(clock=clock)
+    assert contact.server_ms is None
+    contact.at_server(7_000)
+    clock.now += 2.5
+    assert contact.server_ms == 9_500

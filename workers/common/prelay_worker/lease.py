@@ -117,7 +117,8 @@ class LeaseKeeper:
         sent = [Held(h.job, h.epoch, "export" if h.kind == "export" else "run") for h in held]
         if not held:
             return
-        answers = self._queue.run(self._queue.scripts.renew(self._worker, self._times.lease_ms, sent))
+        times = self._times
+        answers = self._queue.run(self._queue.scripts.renew(self._worker, times.lease_ms, sent, times.stranded_ms))
         for item, answer in zip(held, answers, strict=True):
             self._act(item, answer)
 
