@@ -3,12 +3,17 @@
 #   PYTHON=python3.12       the Python to make .venv with (3.11 or newer)
 #   TORCH_INDEX=URL         another package index for torch, such as one with CPU builds
 #   PORT=8080 ARGS="..."    for serve; ARGS also goes to pytest
+#   JOBS=4                  test processes at a time: they wait more than they compute, and take up to 2 GiB each
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PORT ?=
 ARGS ?=
+JOBS ?= 4
+
+# A file's tests share servers, so a file stays in one process; the longest files (e2e) come first.
+PARALLEL = $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 BIN := $(VENV)/bin
 #: Files that say what is installed: a change of one installs again, otherwise a second run is instant.
@@ -16,7 +21,7 @@ INPUTS := pyproject.toml constraints.txt scripts/install.sh
 INSTALL = PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" scripts/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev model serve test test-all lint format types layers check clean
+.PHONY: help install dev model serve test test-slow lint format types layers check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,10 +45,10 @@ serve: $(VENV)/installed ## set up, fetch the demo model, serve on http://127.0.
 	$(BIN)/prelay serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test: dev model ## the test suite, without what takes minutes (ARGS= goes to pytest)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(ARGS)
 
-test-all: dev model ## the whole test suite
-	$(BIN)/python -m pytest $(ARGS)
+test-slow: dev model ## the tests that take minutes each, one at a time
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: dev ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -55,6 +55,7 @@ def preempting_at(server: Serving, *tokens: int) -> Any:
     return on_frame
 
 
+@pytest.mark.slow
 def test_a_pool_too_small_for_eight_chats_serves_them_all_undisturbed(tight: Serving) -> None:
     bodies = [chat(question) for question in QUESTIONS]
     alone = [stream(tight.url, body) for body in bodies]

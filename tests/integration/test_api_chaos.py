@@ -230,7 +230,7 @@ async def test_a_server_that_is_flushed_under_load_heals(own_server: Server, nul
         assert len(api.log.splitlines()) < 30
 
 
-@pytest.mark.parametrize("outage_s", [0.0, 3.0])
+@pytest.mark.parametrize("outage_s", [0.0, pytest.param(3.0, marks=pytest.mark.slow)])
 async def test_a_server_that_is_killed_under_load_ends_no_stream(
     own_server: Server, null_folder: Path, outage_s: float
 ) -> None:

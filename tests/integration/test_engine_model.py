@@ -134,7 +134,7 @@ def test_greedy_texts_are_those_that_transformers_generates(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("number", [0, 19])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 19])
 def test_prefilling_an_answers_first_ids_again_gives_its_next_logits_bit_for_bit(
     number: int, dtype: str, load: Load, prompts: list[tuple[int, ...]]
 ) -> None:

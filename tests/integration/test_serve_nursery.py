@@ -58,7 +58,7 @@ def test_workers_are_forks_of_the_nursery_and_it_runs_one_thread(fleet: Serving)
     check_answers(fleet)
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_a_killed_worker_is_back_soon_from_the_same_nursery(fleet: Serving, role: str) -> None:
     nursery = named(fleet)["prelay-nursery"]
     killed = fleet.kill(role)
@@ -69,6 +69,7 @@ def test_a_killed_worker_is_back_soon_from_the_same_nursery(fleet: Serving, role
     check_answers(fleet)
 
 
+@pytest.mark.slow
 def test_a_killed_nursery_ends_its_workers_and_all_three_come_back(fleet: Serving) -> None:
     before = named(fleet)
     os.kill(before["prelay-nursery"].pid, signal.SIGKILL)
