@@ -8,6 +8,7 @@ epoch, and the epochs must not fall along the answer; so a resume that kept the 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import time
 from collections.abc import Sequence
@@ -149,24 +150,47 @@ class Listener:
         return self.found
 
 
+class NullChain:
+    """The null model along one answer: what `null_token` says after each prefix, in constant time for a token."""
+
+    def __init__(self, prompt_ids: Sequence[int], vocab: int = WORDS) -> None:
+        self._vocab = vocab
+        self._digest = hashlib.blake2b(digest_size=8)
+        for token in prompt_ids:
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        self._digest.update(token.to_bytes(4, "little"))
+
+    def next(self, epoch: int | None) -> int:
+        """The token that comes now, in attempt `epoch`; None in plain mode."""
+        digest = self._digest.copy()
+        if epoch is not None:
+            digest.update(f"epoch {epoch}".encode())
+        return int.from_bytes(digest.digest(), "little") % self._vocab
+
+
 def expected_chain(prompt_ids: Sequence[int], count: int, vocab: int = WORDS) -> list[int]:
     """The plain null model's answer."""
+    chain = NullChain(prompt_ids, vocab)
     ids: list[int] = []
-    while len(ids) < count:
-        ids.append(null_token((*prompt_ids, *ids), None, vocab))
+    for _ in range(count):
+        ids.append(chain.next(None))
+        chain.push(ids[-1])
+    assert not ids or ids[-1] == null_token((*prompt_ids, *ids[:-1]), None, vocab)  # the model itself
     return ids
 
 
 def epochs_of(prompt_ids: Sequence[int], ids: Sequence[int], vocab: int = WORDS) -> list[int]:
     """For a divergent answer: the lowest epochs that may have made its tokens, never falling. Raise where none can."""
-    found: list[int] = []
+    chain, found = NullChain(prompt_ids, vocab), [1]
     for seq, token in enumerate(ids):
-        prefix, first = (*prompt_ids, *ids[:seq]), found[-1] if found else 1
-        epochs = (e for e in range(first, first + MAX_EPOCHS) if null_token(prefix, e, vocab) == token)
+        epochs = (e for e in range(found[-1], found[-1] + MAX_EPOCHS) if chain.next(e) == token)
         epoch = next(epochs, None)
-        assert epoch is not None, f"token {seq} of the answer is of no attempt from {first} on: {ids[: seq + 1]}"
+        assert epoch is not None, f"token {seq} of the answer is of no attempt from {found[-1]} on: {ids[: seq + 1]}"
         found.append(epoch)
-    return found
+        chain.push(token)
+    return found[1:]
 
 
 def check_chain(prompt_ids: Sequence[int], ids: Sequence[int], *, divergent: bool = False) -> None:

@@ -1,5 +1,26 @@
-"""Servers for fault tests: real processes are killed here, and every token is checked."""
+"""Servers for fault tests: real processes are killed here, and every token is checked.
+
+How many were checked is said at the end of the run, and kept in pytest's cache (faults/tally-<process of the run>).
+"""
+
+from __future__ import annotations
+
+import pytest
 
 from tests.bed.servers import any_server, own_server, shared_server
+from tests.faults import tally
 
 __all__ = ["any_server", "own_server", "shared_server"]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    worker = getattr(session.config, "workerinput", {}).get("workerid", "main")
+    if session.config.cache is not None and tally.counts()["cases"]:
+        session.config.cache.set(f"faults/tally-{worker}", tally.counts())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    counts = tally.counts()
+    if counts["cases"]:
+        words = f"fault cases that ended well: {counts['cases']}, tokens checked in them: {counts['tokens']}"
+        terminalreporter.write_line(words)
