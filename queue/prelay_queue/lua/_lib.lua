@@ -25,8 +25,8 @@ end
 
 -- Collect live events per API process, and flush them with one XADD each.
 local outbox = {}
-local function tell(id, event)
-  local at = field(id, 'at')
+local function tell(id, event, at)
+  at = at or field(id, 'at')
   if not at or at == '' then return end
   local told = {}
   for api in string.gmatch(at, '([^ #]+)#') do
@@ -105,9 +105,9 @@ local function log_ids(id)
   return ids
 end
 
--- Append tokens to the log: trims what is below `nx`, refuses a gap. Returns ok|gap and the new next.
-local function append(id, ep, seq, ids)
-  local nx = number(id, 'nx')
+-- Append tokens to the log: trims what is below `nx`, refuses a gap. `nx` and `at` are the job's, as `refusal` read them.
+-- Returns ok|gap and the new next.
+local function append(id, ep, seq, ids, nx, at)
   if seq > nx then return 'gap', nx end
   local fresh = {}
   for i = nx - seq + 1, #ids do
@@ -116,7 +116,7 @@ local function append(id, ep, seq, ids)
   end
   if #fresh > 0 then
     redis.call('HSET', jobkey(id), 'nx', nx + #fresh)
-    tell(id, { 't', id, ep, nx, fresh })
+    tell(id, { 't', id, ep, nx, fresh }, at)
   end
   return 'ok', nx + #fresh
 end
@@ -160,14 +160,15 @@ local function restart(id, from, ep, resume)
   return nep, resume
 end
 
--- What is wrong with a write of (ep, ow) that `event` would make, or nil. A job that is over answers `done`.
+-- What is wrong with a write of (ep, ow) that `event` would make, or nil; then the job's st, nx and at. A job that is
+-- over answers `done`. One look for everything: this runs for every token.
 local function refusal(id, ep, ow, event)
-  local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'ow')
+  local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'ow', 'nx', 'at')
   if not v[1] then return 'gone' end
   if v[1] == 'done' then return 'done', v[1] end
   if tonumber(v[2]) ~= ep or v[3] ~= ow or ow == '' then return 'fenced', v[1] end
   if not advance(v[1], event) then return 'illegal', v[1] end
-  return nil, v[1]
+  return nil, v[1], tonumber(v[4]), v[5]
 end
 
 -- Past its deadline?

@@ -3,12 +3,12 @@
 local answers = {}
 for _, item in ipairs(cjson.decode(ARGV[2])) do
   local id, ep, seq, ids = item[1], item[2], item[3], item[4]
-  local no = refusal(id, ep, ARGV[1], 'emit')
+  local no, _, nx, at = refusal(id, ep, ARGV[1], 'emit')
   if no then
     table.insert(answers, { no, 0 })
   else
-    local code, nx = append(id, ep, seq, ids)
-    table.insert(answers, { code, nx })
+    local code, next_ = append(id, ep, seq, ids, nx, at)
+    table.insert(answers, { code, next_ })
   end
 end
 flush()

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
@@ -27,9 +28,17 @@ from .errors import HandoverBroken, HandoverStale, StartupError
 
 def null_token(prefix: Iterable[int], epoch: int | None, vocab_size: int) -> int:
     """Return the token after `prefix` (prompt and answer so far); `epoch` is None outside divergent mode."""
-    digest = hashlib.blake2b(digest_size=8)
+    digest = _chain()
     for token in prefix:
         digest.update(token.to_bytes(4, "little"))
+    return _token(digest, epoch, vocab_size)
+
+
+def _chain() -> Any:
+    return hashlib.blake2b(digest_size=8)
+
+
+def _token(digest: Any, epoch: int | None, vocab_size: int) -> int:
     if epoch is not None:
         digest.update(f"epoch {epoch}".encode())
     return int.from_bytes(digest.digest(), "little") % vocab_size
@@ -42,6 +51,16 @@ class _Running:
     state: str  # prefill | held | copying | decode
     dropped: bool = False
     generations: list[int] = field(default_factory=list)
+    hashed: int = 0  # tokens that `chain` has taken in
+    chain: Any = field(default_factory=_chain)
+
+    def next_token(self, epoch: int | None, vocab_size: int) -> int:
+        """`null_token` of all tokens so far, without hashing each of them again."""
+        prompt, ids = self.sequence.prompt_ids, self.sequence.ids
+        for token in (*prompt[self.hashed :], *ids[max(0, self.hashed - len(prompt)) :]):
+            self.chain.update(token.to_bytes(4, "little"))
+        self.hashed = len(prompt) + len(ids)
+        return _token(self.chain.copy(), epoch, vocab_size)
 
 
 class NullEngine:
@@ -169,7 +188,7 @@ class NullEngine:
     def _sample(self, running: _Running) -> NewToken:
         sequence = running.sequence
         epoch = int(sequence.key.rpartition("@")[2]) if self._model.divergent else None
-        token = null_token((*sequence.prompt_ids, *sequence.ids), epoch, self._model.vocab_size)
+        token = running.next_token(epoch, self._model.vocab_size)
         sequence.ids.append(token)
         finish, sampling = None, sequence.sampling
         eos = () if sampling.ignore_eos else self._model.eos_ids
