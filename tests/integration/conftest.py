@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,42 @@ import pytest
 from prelay_queue.settings import QueueSettings
 from tests.bed.processes import Api, Fleet, fleet
 from tests.bed.scripted import ScriptedWorker
-from tests.bed.servers import Server, any_server, own_server, shared_server
+from tests.bed.servers import KINDS, Server, any_server, own_server, running, shared_server
 from tests.bed.tokenizer import make_tokenizer
+from tests.integration.queue_backend import Backend, DoubleBackend, ServerBackend
+from tests.integration.queue_desk import Desk, ServerDesk
 
 __all__ = ["any_server", "own_server", "shared_server"]
+
+
+@pytest.fixture(scope="session", params=("double", *KINDS))
+def new_backend(request: pytest.FixtureRequest) -> Iterator[Callable[[], Backend]]:
+    """Makes partitions of the queue: in memory, on Redis and on Valkey. What they share may be full, not killed."""
+    if request.param == "double":
+        yield DoubleBackend
+    else:
+        for server in running(request.param):
+            yield partial(_on_server, server)
+
+
+def _on_server(server: Server) -> Backend:
+    return ServerBackend(server.settings())
+
+
+@pytest.fixture
+def desk(new_backend: Callable[[], Backend]) -> Iterator[Desk]:
+    """A desk of the test's own: what is asked here is the contract, and holds everywhere."""
+    desk = Desk(new_backend())
+    yield desk
+    desk.close()
+
+
+@pytest.fixture
+def server_desk(any_server: Server) -> Iterator[ServerDesk]:
+    """A desk for what only a server has: scripts to flush, commands on the wire."""
+    desk = ServerDesk(any_server.settings())
+    yield desk
+    desk.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,59 +2,52 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
-from redis.exceptions import ResponseError
 
-from prelay_queue.client import SyncQueue
 from prelay_queue.events import LiveEvent, LogView, decode_live
 from prelay_queue.job import Claim, FinishReason, JobSpec, Priority, Sampling
-from prelay_queue.keys import GROUP
-from prelay_queue.log import read_log_sync
-from prelay_queue.scripts import Call, Claimed, Emission, Emitted, Held, NewJob, Reaped, Requeued, text
+from prelay_queue.scripts import Call, Claimed, Emission, Emitted, Held, NewJob, Reaped, Requeued
 from prelay_queue.settings import QueueSettings
 from prelay_queue.state import SWEPT_IN, State
-from tests.bed.servers import Server
+from tests.bed.double.data import INDEXES, Entry
+from tests.integration.queue_backend import Backend, Picture, ServerBackend
 
 R = TypeVar("R")
 
 LEASE_MS = 60_000
+WORKER_TTL_MS = 15_000
 DOMAIN = "here"
 JOB = "r/0"
 P1, P2, D1, D2 = "prefill:1:a", "prefill:2:b", "decode:1:a", "decode:2:b"
 API, OTHER_API = "api:1:a", "api:2:b"
-INDEXES = ("queued", "leases", "preempted")
 
 
 @dataclass
 class Desk:
     """Everything a test of the scripts needs. Every `run` checks the whole partition afterwards."""
 
-    settings: QueueSettings
-    checked: bool = True  # off while a test has damaged Redis on purpose
-    queue: SyncQueue = field(init=False)
+    backend: Backend
+    checked: bool = True  # off while a test has damaged the data on purpose
 
     def __post_init__(self) -> None:
-        self.queue = SyncQueue(self.settings)
+        self.queue = self.backend.queue
         self.keys = self.queue.keys
-        self.redis = self.queue.redis
         self.scripts = self.queue.scripts
         for stage in ("prefill", f"decode:{DOMAIN}"):
             self.make_groups(stage)
 
     def close(self) -> None:
-        """Leave nothing: every check looks through all keys of the server."""
-        self.redis.delete(*(self.keys.prefix + key for key in self._scan("*")), self.keys.dead)
+        """Leave nothing on a shared server."""
+        self.backend.lose_everything()
         self.queue.close()
 
     def make_groups(self, stage: str) -> None:
         for stream in self.keys.work(stage):
-            with contextlib.suppress(ResponseError):  # BUSYGROUP: it is there
-                self.redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+            self.backend.make_group(stream)
 
     def run(self, call: Call[R]) -> R:
         answer = self.queue.run(call)
@@ -70,10 +63,9 @@ class Desk:
     def deliver(self, worker: str, stage: str = "prefill") -> tuple[str, str, str]:
         """Read one entry as `worker`: stream, entry id, job id."""
         for stream in self.keys.work(stage):
-            reply: Any = self.redis.xreadgroup(GROUP, worker, {stream: ">"}, count=1)
-            for name, entries in reply:
-                for entry, fields in entries:
-                    return text(name), text(entry), text(fields[b"id"])
+            if found := self.backend.read(stream, worker):
+                entry, fields = found
+                return stream, entry, fields["id"]
         raise AssertionError(f"nothing waits for {stage}")
 
     def claim(self, worker: str, stage: str = "prefill", *, place: bool = True) -> Claimed:
@@ -119,6 +111,9 @@ class Desk:
     def reap(self, limit: int = 100, grace_ms: int = 0, check_ms: int = 0, max_alone: int = 2) -> Reaped:
         return self.run(self.scripts.reap(limit, grace_ms, check_ms, max_alone, '{"code":"crashed"}'))
 
+    def beat(self, worker: str, ttl_ms: int = WORKER_TTL_MS, **status: Any) -> int:
+        return self.run(self.scripts.beat(worker, {"id": worker, **status}, ttl_ms))
+
     # Ways to a state.
 
     def to(self, state: State, job: NewJob | None = None) -> Claim:
@@ -154,130 +149,143 @@ class Desk:
         return self.reap(check_ms=10**9, grace_ms=10**9)
 
     def expire_lease(self, job: str = JOB) -> None:
-        moved = "#!lua flags=allow-oom\nreturn redis.call('ZADD', KEYS[1], 'XX', 'CH', 1, ARGV[1])"
-        assert self.redis.eval(moved, 1, self.keys.leases, job) == 1
+        assert job in self.look().scores["leases"]
+        self.backend.set_score("leases", job, 1)
 
-    # What stands in Redis.
+    def leave_lease(self, left_ms: int, job: str = JOB) -> None:
+        """Let so much be left of it."""
+        self.backend.set_score("leases", job, self.now_ms() + left_ms)
+
+    def last_heard(self, api: str, ago_ms: int) -> None:
+        """Set when an API process was last heard of."""
+        self.backend.set_score("apis", api, self.now_ms() - ago_ms)
+
+    # What stands there.
+
+    def look(self) -> Picture:
+        """The whole partition: equal pictures mean that nothing at all was changed."""
+        return self.backend.look()
+
+    def now_ms(self) -> int:
+        return self.backend.now_ms()
 
     def fields(self, job: str = JOB) -> dict[str, str]:
-        found: Any = self.redis.hgetall(self.keys.job(job))
-        return {text(name): text(value) for name, value in found.items()}
+        return self.look().jobs[job]
 
     def view(self, job: str = JOB) -> LogView:
-        found = read_log_sync(self.queue, job)
+        found: LogView | None = self.queue.run(self.scripts.view(job))
         assert found is not None
         return found
 
-    def log(self, job: str = JOB) -> list[tuple[str, dict[str, str]]]:
-        entries: Any = self.redis.xrange(self.keys.log(job))
-        return [(text(entry), {text(k): text(v) for k, v in data.items()}) for entry, data in entries]
-
-    def now_ms(self) -> int:
-        seconds, micros = self.redis.time()
-        return int(seconds) * 1000 + int(micros) // 1000
+    def log(self, job: str = JOB) -> list[Entry]:
+        return self.look().logs.get(job, [])
 
     def lease_left_ms(self, job: str = JOB) -> float:
-        score = self.redis.zscore(self.keys.leases, job)
-        assert score is not None
-        return float(score) - self.now_ms()
+        return self.look().scores["leases"][job] - self.now_ms()
 
     def waiting(self) -> dict[str, list[str]]:
         """Work streams (their tails) that have entries, with the jobs named in order."""
-        found = {}
-        for key in self._scan("work:*"):
-            entries: Any = self.redis.xrange(self.keys.prefix + key)
-            if entries:
-                found[key] = [text(data[b"id"]) for _, data in entries]
-        return found
+        return _waiting(self.look())
+
+    def entries(self, stream: str) -> list[Entry]:
+        """Entries of a stream, named by its whole key; a stream that is not there has none."""
+        return self.look().streams.get(stream.removeprefix(self.keys.prefix), [])
+
+    def pending(self, stream: str) -> dict[str, str]:
+        """Entries that were delivered and are not claimed, with their consumers."""
+        return self.look().groups[stream.removeprefix(self.keys.prefix)][0]
+
+    def consumers(self, stream: str) -> set[str]:
+        return self.look().groups[stream.removeprefix(self.keys.prefix)][1]
+
+    def has(self, key: str) -> bool:
+        return key.removeprefix(self.keys.prefix) in self.look().names()
+
+    def left_ms(self, key: str) -> int:
+        """How long a key will live."""
+        return self.look().left_ms[key.removeprefix(self.keys.prefix)]
 
     def listen(self, *apis: str) -> None:
         """Make the live streams, without which nobody writes."""
         for api in apis:
-            self.redis.xadd(self.keys.live(api), {"e": b"[]"})
+            self.backend.add(self.keys.live(api), {"e": "[]"})
 
     def heard(self, api: str = API) -> list[LiveEvent]:
-        entries: Any = self.redis.xrange(self.keys.live(api))
-        return [event for _, data in entries for event in decode_live(data[b"e"])]
+        return [event for _, fields in self.entries(self.keys.live(api)) for event in decode_live(fields["e"].encode())]
 
     def mind(self, *workers: str) -> None:
         """Make the control streams of workers."""
         for worker in workers:
-            self.redis.xadd(self.keys.control(worker), {"c": b"{}"})
+            self.backend.add(self.keys.control(worker), {"c": "{}"})
 
     def told(self, worker: str) -> list[tuple[str, str, int]]:
         """Commands to a worker: op, job, epoch."""
-        entries: Any = self.redis.xrange(self.keys.control(worker))
-        commands = [orjson.loads(data[b"c"]) for _, data in entries][1:]
+        commands = [orjson.loads(fields["c"]) for _, fields in self.entries(self.keys.control(worker))][1:]
         return [(c["op"], c["id"], c["ep"]) for c in commands]
-
-    def _scan(self, pattern: str) -> Iterator[str]:
-        prefix = self.keys.prefix
-        for key in sorted(self.redis.keys(f"{prefix}{pattern}")):
-            yield text(key).removeprefix(prefix)
-
-    def snapshot(self) -> dict[str, Any]:
-        """The whole partition: equal snapshots mean that nothing at all was changed."""
-        return {key: self._content(self.keys.prefix + key) for key in self._scan("*")}
-
-    def _content(self, key: str) -> Any:
-        match self.redis.type(key):
-            case b"hash":  # its dump depends on the order of the buckets
-                return self.redis.hgetall(key)
-            case b"set":
-                return self.redis.smembers(key)
-            case _:
-                return self.redis.dump(key)
 
     # What must hold after every script.
 
     def check(self) -> None:
-        waiting = [(stream, job) for stream, jobs in self.waiting().items() for job in jobs]
-        swept = {index: {text(m) for m in self.redis.zrange(self.keys.prefix + index, 0, -1)} for index in INDEXES}
-        jobs = [key.removeprefix("job:") for key in self._scan("job:*")]
-        assert set().union(*swept.values()) <= set(jobs), "an index names a job that does not exist"
-        assert {job for _, job in waiting} <= set(jobs), "a work stream names a job that does not exist"
-        for job in jobs:
-            fields = self.fields(job)
-            state = State(fields["st"])
-            home = {SWEPT_IN[state]} if state is not State.DONE else set()
-            assert {index for index in INDEXES if job in swept[index]} == home, f"{job} is {state}"
-            places = [stream for stream, name in waiting if name == job]
-            if state in (State.QUEUED, State.STAGED):
-                stage = "prefill" if state is State.QUEUED else f"decode:{DOMAIN}"
-                assert len(places) == 1, f"{job} waits in {places}"
-                assert places[0].startswith(f"work:{stage}:{fields['cls']}:")
-                assert fields["sk"] == self.keys.prefix + places[0]
-            else:
-                assert not places, f"{job} is {state} and waits in {places}"
-                assert "sk" not in fields
-            self._check_job(job, state, fields)
-
-    def _check_job(self, job: str, state: State, fields: dict[str, str]) -> None:
-        owned = SWEPT_IN.get(state) == "leases"
-        assert bool(fields["ow"]) or not owned
-        assert not fields["ow"] or state is not State.QUEUED
-        assert ("kvo" in fields) == (state in (State.STAGED, State.ADOPTING))
-        assert ("spec" in fields) == (state is not State.DONE)
-        log = self.log(job)
-        tokens = [entry for entry, data in log if "t" in data]
-        ends = [entry for entry, data in log if "f" in data]
-        assert len(tokens) == int(fields["nx"])
-        assert [int(entry.partition("-")[2]) for entry in tokens] == list(range(len(tokens)))
-        epochs = [int(entry.partition("-")[0]) for entry in tokens]
-        assert epochs == sorted(epochs)
-        assert not epochs or epochs[-1] <= int(fields["ep"])
-        assert len(ends) == (state is State.DONE)
-        assert not ends or log[-1][0] == ends[0] == f"{fields['ep']}-{len(tokens)}"
-        for key in (self.keys.job(job), self.keys.log(job)):
-            left = self.redis.pttl(key)
-            assert (left > 0) == (state is State.DONE) or left == -2, f"{key} lives {left} ms and is {state}"
+        check(self.look(), self.keys.prefix)
 
 
-def at_desk(server: Server) -> Iterator[Desk]:
-    """A desk of the test's own on a shared server; for `yield from` in a fixture."""
-    desk = Desk(server.settings())
-    yield desk
-    desk.close()
+def _waiting(picture: Picture) -> dict[str, list[str]]:
+    streams = {name: entries for name, entries in sorted(picture.streams.items()) if name.startswith("work:")}
+    return {name: [fields["id"] for _, fields in entries] for name, entries in streams.items() if entries}
+
+
+def check(picture: Picture, prefix: str) -> None:
+    """What must hold in any partition after every script."""
+    waiting = [(stream, job) for stream, jobs in _waiting(picture).items() for job in jobs]
+    swept = {index: set(picture.scores.get(index, ())) for index in INDEXES}
+    assert set().union(*swept.values()) <= set(picture.jobs), "an index names a job that does not exist"
+    assert {job for _, job in waiting} <= set(picture.jobs), "a work stream names a job that does not exist"
+    assert set(picture.logs) <= set(picture.jobs), "a log without its job"
+    for job, fields in picture.jobs.items():
+        state = State(fields["st"])
+        home = {SWEPT_IN[state]} if state is not State.DONE else set()
+        assert {index for index in INDEXES if job in swept[index]} == home, f"{job} is {state}"
+        places = [stream for stream, name in waiting if name == job]
+        if state in (State.QUEUED, State.STAGED):
+            stage = "prefill" if state is State.QUEUED else f"decode:{DOMAIN}"
+            assert len(places) == 1, f"{job} waits in {places}"
+            assert places[0].startswith(f"work:{stage}:{fields['cls']}:")
+            assert fields["sk"] == prefix + places[0]
+        else:
+            assert not places, f"{job} is {state} and waits in {places}"
+            assert "sk" not in fields
+        _check_fields(state, fields)
+        _check_log(state, fields, picture.logs.get(job, []))
+        for key in (f"job:{job}", f"log:{job}"):
+            assert (key in picture.left_ms) == (state is State.DONE), f"{key} lives for ever, or not, and is {state}"
+
+
+def _check_fields(state: State, fields: dict[str, str]) -> None:
+    assert bool(fields["ow"]) or SWEPT_IN.get(state) != "leases"
+    assert not fields["ow"] or state is not State.QUEUED
+    assert ("kvo" in fields) == ("kve" in fields) == ("kv" in fields) == (state in (State.STAGED, State.ADOPTING))
+    assert ("spec" in fields) == (state is not State.DONE)
+
+
+def _check_log(state: State, fields: dict[str, str], log: list[Entry]) -> None:
+    tokens = [entry for entry, data in log if "t" in data]
+    ends = [entry for entry, data in log if "f" in data]
+    assert len(tokens) == int(fields["nx"])
+    assert [int(entry.partition("-")[2]) for entry in tokens] == list(range(len(tokens)))
+    epochs = [int(entry.partition("-")[0]) for entry in tokens]
+    assert epochs == sorted(epochs)
+    assert not epochs or epochs[-1] <= int(fields["ep"])
+    assert len(ends) == (state is State.DONE)
+    assert not ends or log[-1][0] == ends[0] == f"{fields['ep']}-{len(tokens)}"
+
+
+class ServerDesk(Desk):
+    """A desk at a real server, for what only a server has."""
+
+    def __init__(self, settings: QueueSettings, checked: bool = True) -> None:
+        backend = ServerBackend(settings)
+        self.settings, self.redis = settings, backend.redis
+        super().__init__(backend, checked)
 
 
 def new_job(

@@ -1,16 +1,15 @@
-"""Contracts of handoff, adopt, emit, preempt and renew, on both servers."""
+"""Contracts of handoff, adopt, emit, preempt and renew,."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from prelay_queue.events import PreemptedEvent, TokensEvent
 from prelay_queue.scripts import Emission, Emitted, Held
 from prelay_queue.state import State
-from tests.bed.servers import Server
-from tests.integration.queue_desk import API, D1, D2, DOMAIN, JOB, LEASE_MS, OTHER_API, P1, P2, Desk, at_desk, new_job
+from tests.integration.queue_desk import API, D1, D2, DOMAIN, JOB, LEASE_MS, OTHER_API, P1, P2, Desk, new_job
 
 OWNER = {State.PREFILL: P1, State.STAGED: P1, State.ADOPTING: D1, State.DECODE: D1}
 Write = Callable[[Desk, int, str], str]
@@ -25,11 +24,6 @@ WRITES: dict[str, Write] = {
 }
 
 
-@pytest.fixture
-def desk(any_server: Server) -> Iterator[Desk]:
-    yield from at_desk(any_server)
-
-
 # The fence that all writes share.
 
 
@@ -37,29 +31,29 @@ def desk(any_server: Server) -> Iterator[Desk]:
 @pytest.mark.parametrize("state", [s for s in State if s is not State.DONE])
 def test_a_write_of_another_epoch_or_owner_is_fenced_and_changes_nothing(desk: Desk, state: State, write: str) -> None:
     desk.to(state)
-    before = desk.snapshot()
+    before = desk.look()
     owner = OWNER.get(state, D1)
     for epoch, name in ((0, owner), (2, owner), (1, P2), (1, D2), (1, "")):
         assert WRITES[write](desk, epoch, name) == "fenced", (epoch, name)
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_to_a_job_that_is_over_says_done(desk: Desk, write: str) -> None:
     desk.to(State.DONE)
     desk.checked = False
-    before = desk.snapshot()
+    before = desk.look()
     for epoch, owner in ((0, D1), (2, D1), (1, P1)):
         assert WRITES[write](desk, epoch, owner) == "done"
-    assert desk.snapshot().keys() == before.keys()
+    assert desk.look().names() == before.names()
     desk.check()
 
 
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_to_a_job_that_redis_does_not_know_says_gone(desk: Desk, write: str) -> None:
-    before = desk.snapshot()
+    before = desk.look()
     assert WRITES[write](desk, 1, P1) == "gone"
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 @pytest.mark.parametrize(
@@ -77,19 +71,19 @@ def test_a_write_of_the_owner_in_the_wrong_state_is_illegal_and_changes_nothing(
     desk: Desk, write: str, state: State
 ) -> None:
     desk.to(state)
-    before = desk.snapshot()
+    before = desk.look()
     assert WRITES[write](desk, 1, OWNER[state]) == "illegal"
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_after_a_preempt_its_owner_may_write_nothing_more(desk: Desk) -> None:
     desk.to(State.PREEMPTED)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.handoff(1, D1, seq=3) == "illegal"
     assert desk.adopt() == "illegal"
     assert desk.emit(3, (10,)) == Emitted("illegal", 0)
     assert desk.finish(3, (10,)) == "illegal"
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 # handoff
@@ -104,7 +98,7 @@ def test_a_handoff_emits_the_first_token_and_stages_the_job(desk: Desk) -> None:
     assert desk.waiting() == {f"work:decode:{DOMAIN}:normal:n": [JOB]}
     assert desk.log() == [("1-0", {"t": "7"})]
     assert desk.heard() == [TokensEvent(JOB, 1, 0, (7,))]
-    assert desk.redis.smembers(desk.keys.domains) == {DOMAIN.encode()}
+    assert desk.look().domains == {DOMAIN}
 
 
 def test_a_restarted_job_is_staged_before_the_new_ones(desk: Desk) -> None:
@@ -117,16 +111,16 @@ def test_a_restarted_job_is_staged_before_the_new_ones(desk: Desk) -> None:
 
 def test_a_repeated_handoff_is_ok_and_changes_nothing(desk: Desk) -> None:
     desk.to(State.STAGED)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.handoff() == "ok"
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_handoff_repeated_while_the_copy_runs_is_still_ok(desk: Desk) -> None:
     desk.to(State.ADOPTING)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.handoff() == "ok"
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_handoff_repeated_after_the_adoption_is_fenced_for_the_export_is_over(desk: Desk) -> None:
@@ -137,9 +131,9 @@ def test_a_handoff_repeated_after_the_adoption_is_fenced_for_the_export_is_over(
 
 def test_a_handoff_past_the_logs_end_is_a_gap(desk: Desk) -> None:
     desk.to(State.PREFILL)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.handoff(seq=1) == "gap"
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 # adopt
@@ -158,9 +152,9 @@ def test_a_repeated_adoption_is_ok_and_says_nothing_twice(desk: Desk) -> None:
     desk.to(State.ADOPTING)
     desk.mind(P1)
     desk.adopt()
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.adopt() == "ok"
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_unified_worker_adopts_what_it_prefills(desk: Desk) -> None:
@@ -184,11 +178,11 @@ def test_a_repeated_emission_is_ok_and_changes_nothing(desk: Desk) -> None:
     desk.to(State.DECODE)
     desk.listen(API)
     assert desk.emit(3, (10, 11)) == Emitted("ok", 5)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.emit(3, (10, 11)) == Emitted("ok", 5)
     assert desk.emit(4, (11,)) == Emitted("ok", 5)
     assert desk.emit(5, ()) == Emitted("ok", 5)
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_rebatched_emission_adds_only_what_is_new(desk: Desk) -> None:
@@ -200,9 +194,9 @@ def test_a_rebatched_emission_adds_only_what_is_new(desk: Desk) -> None:
 
 def test_an_emission_past_the_end_is_a_gap_and_adds_nothing(desk: Desk) -> None:
     desk.to(State.DECODE)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.emit(4, (11,)) == Emitted("gap", 3)
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_one_call_carries_a_whole_step_and_answers_each_job_by_itself(desk: Desk) -> None:
@@ -223,7 +217,7 @@ def test_a_step_reaches_each_api_process_as_one_entry(desk: Desk) -> None:
     both = [TokensEvent("a/0", 1, 3, (10,)), TokensEvent("b/0", 1, 3, (20, 21))]
     assert desk.heard(API) == both
     assert desk.heard(OTHER_API) == both[1:]
-    assert desk.redis.xlen(desk.keys.live(API)) == 2  # the first is the test's own
+    assert len(desk.entries(desk.keys.live(API))) == 2  # the first is the test's own
 
 
 def test_two_viewers_in_one_api_process_are_told_once(desk: Desk) -> None:
@@ -236,7 +230,7 @@ def test_two_viewers_in_one_api_process_are_told_once(desk: Desk) -> None:
 def test_nothing_is_written_for_an_api_process_that_is_gone(desk: Desk) -> None:
     desk.to(State.DECODE)
     desk.emit(3, (10,))
-    assert not desk.redis.exists(desk.keys.live(API))
+    assert not desk.has(desk.keys.live(API))
 
 
 # preempt
@@ -257,17 +251,17 @@ def test_the_owner_gives_a_job_up_in_any_running_state(desk: Desk, state: State)
 
 def test_a_repeated_preempt_is_ok_and_counts_once(desk: Desk) -> None:
     desk.to(State.PREEMPTED)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.preempt() == "ok"
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_preempt_repeated_after_the_requeue_is_fenced(desk: Desk) -> None:
     desk.to(State.PREEMPTED)
     desk.requeue(-1)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.preempt() == "fenced"
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 # renew
@@ -276,19 +270,19 @@ def test_a_preempt_repeated_after_the_requeue_is_fenced(desk: Desk) -> None:
 @pytest.mark.parametrize("state", [State.PREFILL, State.STAGED, State.ADOPTING, State.DECODE])
 def test_a_renewal_of_the_owner_lengthens_the_lease(desk: Desk, state: State) -> None:
     desk.to(state)
-    desk.redis.zadd(desk.keys.leases, {JOB: desk.now_ms() + 1})
+    desk.leave_lease(1)
     assert desk.renew(OWNER[state]) == "kept"
     assert desk.lease_left_ms() > LEASE_MS / 2
 
 
 def test_a_renewal_is_lost_for_another_epoch_another_owner_a_preempt_or_an_unknown_job(desk: Desk) -> None:
     desk.to(State.DECODE)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.renew(D1, epoch=2) == "lost"
     assert desk.renew(D1, epoch=0) == "lost"
     assert desk.renew(D2) == "lost"
     assert desk.renew(D1, job="unknown/0") == "lost"
-    assert desk.snapshot() == before
+    assert desk.look() == before
     desk.preempt()
     assert desk.renew(D1) == "lost"
 
@@ -297,7 +291,7 @@ def test_a_renewal_does_not_bring_a_reaped_job_back(desk: Desk) -> None:
     desk.to(State.DECODE)
     desk.crash()
     assert desk.renew(D1) == "lost"
-    assert desk.redis.zscore(desk.keys.leases, JOB) is None
+    assert "leases" not in desk.look().scores
 
 
 def test_a_renewal_of_a_job_that_is_over_says_done(desk: Desk) -> None:
@@ -308,14 +302,14 @@ def test_a_renewal_of_a_job_that_is_over_says_done(desk: Desk) -> None:
 
 def test_the_exporter_keeps_a_staged_job_alive_while_it_waits(desk: Desk) -> None:
     desk.to(State.STAGED)
-    desk.redis.zadd(desk.keys.leases, {JOB: desk.now_ms() + 1})
+    desk.leave_lease(1)
     assert desk.renew(P1, "export") == "hold"
     assert desk.lease_left_ms() > LEASE_MS / 2
 
 
 def test_the_exporter_holds_during_the_copy_but_does_not_renew_for_the_one_who_copies(desk: Desk) -> None:
     desk.to(State.ADOPTING)
-    desk.redis.zadd(desk.keys.leases, {JOB: desk.now_ms() + 5_000})
+    desk.leave_lease(5_000)
     assert desk.renew(P1, "export") == "hold"
     assert desk.lease_left_ms() <= 5_000
 

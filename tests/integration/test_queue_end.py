@@ -1,16 +1,13 @@
-"""Contracts of requeue, finish and cancel, on both servers."""
+"""Contracts of requeue, finish and cancel,."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
 from prelay_queue.events import EndedEvent, RequeuedEvent, TokensEvent
 from prelay_queue.scripts import Requeued
 from prelay_queue.state import SWEPT_IN, State
-from tests.bed.servers import Server
-from tests.integration.queue_desk import API, D1, JOB, P1, P2, Desk, at_desk, new_job
+from tests.integration.queue_desk import API, D1, JOB, P1, P2, Desk, new_job
 
 ME = f"{API}#1"
 RETENTION_MS = 300_000
@@ -18,11 +15,6 @@ LIVE = [state for state in State if state is not State.DONE]
 RUNNING = [state for state in LIVE if SWEPT_IN[state] == "leases"]
 OWNER = {State.PREFILL: P1, State.STAGED: P1, State.ADOPTING: D1, State.DECODE: D1}
 SEQ = {State.PREFILL: 0, State.STAGED: 1, State.ADOPTING: 1, State.DECODE: 3}
-
-
-@pytest.fixture
-def desk(any_server: Server) -> Iterator[Desk]:
-    yield from at_desk(any_server)
 
 
 def ends(desk: Desk) -> list[EndedEvent]:
@@ -72,10 +64,10 @@ def test_a_job_that_nobody_watches_may_start_from_scratch(desk: Desk) -> None:
 def test_a_repeated_requeue_answers_lost_with_the_same_epoch_and_resume(desk: Desk) -> None:
     desk.to(State.PREEMPTED)
     desk.requeue(1, ME)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.requeue(1, ME) == Requeued("lost", 2, 1)
     assert desk.requeue(0, ME) == Requeued("lost", 2, 1)
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_requeue_that_lost_to_the_sweep_hears_where_the_winner_resumed(desk: Desk) -> None:
@@ -98,9 +90,9 @@ def test_a_requeue_that_comes_epochs_later_hears_of_the_last_one(desk: Desk) -> 
 @pytest.mark.parametrize("state", [*RUNNING, State.QUEUED])
 def test_a_job_that_is_not_preempted_is_not_requeued(desk: Desk, state: State) -> None:
     desk.to(state)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.requeue(0, ME) == Requeued("lost", 1, 0)
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_requeue_of_a_job_that_is_over_or_unknown_says_so(desk: Desk) -> None:
@@ -138,7 +130,7 @@ def test_the_last_tokens_and_the_end_reach_the_viewer_in_one_entry(desk: Desk) -
     desk.to(State.DECODE)
     desk.listen(API)
     desk.finish(3, (10,))
-    assert desk.redis.xlen(desk.keys.live(API)) == 2
+    assert len(desk.entries(desk.keys.live(API))) == 2
 
 
 def test_a_repeated_finish_is_ok_and_adds_nothing(desk: Desk) -> None:
@@ -159,9 +151,9 @@ def test_a_finish_for_another_reason_than_the_one_that_stands_says_done(desk: De
 
 def test_a_finish_past_the_logs_end_is_a_gap_and_changes_nothing(desk: Desk) -> None:
     desk.to(State.DECODE)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.finish(5, (10,)) == "gap"
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_finish_that_repeats_tokens_that_stand_adds_only_the_new(desk: Desk) -> None:
@@ -182,13 +174,12 @@ def test_an_error_carries_its_body_to_log_and_viewer(desk: Desk) -> None:
 def test_after_the_end_both_keys_go_by_themselves_and_nothing_else_names_the_job(desk: Desk) -> None:
     desk.to(State.DONE)
     for key in (desk.keys.job(JOB), desk.keys.log(JOB)):
-        assert 0 < desk.redis.pttl(key) <= RETENTION_MS
-        desk.redis.pexpire(key, 0)
-    left = desk.snapshot()
-    assert all(key.startswith("work:") or key == "domains" for key in left)
+        assert 0 < desk.left_ms(key) <= RETENTION_MS
+    desk.backend.forget(JOB)
+    left = desk.look()
+    assert all(key.startswith("work:") or key in ("domains", "apis") for key in left.names())
     assert desk.waiting() == {}
-    for stream in (key for key in left if key.startswith("work:")):
-        assert desk.redis.xpending(desk.keys.prefix + stream, "g")["pending"] == 0
+    assert all(pending == {} for pending, _ in left.groups.values())
 
 
 # cancel

@@ -1,28 +1,19 @@
-"""What Redis loses or an operator destroys comes back by itself, on both servers."""
+"""What Redis loses or an operator destroys comes back by itself,."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
 from prelay_queue import failpoints
 from prelay_queue.errors import QueueError
 from prelay_queue.job import Priority
-from prelay_queue.keys import GROUP
-from prelay_queue.log import read_log_sync
 from prelay_queue.scripts import NAMES, Emission, source
 from prelay_queue.server import inspect, load_scripts
 from prelay_queue.state import State
 from tests.bed.servers import Server
-from tests.integration.queue_desk import D1, DOMAIN, JOB, P1, P2, Desk, at_desk, new_job
+from tests.integration.queue_desk import D1, DOMAIN, JOB, P1, P2, Desk, ServerDesk, new_job
 
 STAGES = {State.QUEUED: "prefill", State.STAGED: f"decode:{DOMAIN}"}
-
-
-@pytest.fixture
-def desk(any_server: Server) -> Iterator[Desk]:
-    yield from at_desk(any_server)
 
 
 def test_the_server_will_do(any_server: Server) -> None:
@@ -37,7 +28,8 @@ def test_every_script_compiles_on_the_server(any_server: Server, name: str) -> N
     any_server.client.script_load(source(name))
 
 
-def test_a_flushed_script_cache_is_not_noticed(desk: Desk, any_server: Server) -> None:
+def test_a_flushed_script_cache_is_not_noticed(server_desk: ServerDesk, any_server: Server) -> None:
+    desk = server_desk
     any_server.client.script_flush()
     desk.submit()
     for step in (
@@ -53,7 +45,10 @@ def test_a_flushed_script_cache_is_not_noticed(desk: Desk, any_server: Server) -
     assert desk.view().ids == (7, 8, 9)
 
 
-def test_a_flush_in_front_of_a_batch_of_writes_loses_and_doubles_nothing(desk: Desk, any_server: Server) -> None:
+def test_a_flush_in_front_of_a_batch_of_writes_loses_and_doubles_nothing(
+    server_desk: ServerDesk, any_server: Server
+) -> None:
+    desk = server_desk
     desk.to(State.DECODE, new_job("a/0"))
     desk.to(State.DECODE, new_job("b/0"))
     load_scripts(desk.queue)
@@ -76,16 +71,17 @@ def test_a_flush_in_front_of_a_batch_of_writes_loses_and_doubles_nothing(desk: D
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_what_redis_refuses_of_one_call_is_returned_in_its_place(desk: Desk, one_by_one: bool) -> None:
+def test_what_redis_refuses_of_one_call_is_returned_in_its_place(server_desk: ServerDesk, one_by_one: bool) -> None:
+    desk = server_desk
     desk.to(State.DECODE)
-    desk.queue.redis.set(desk.keys.job("bad/0"), "no hash")
+    desk.redis.set(desk.keys.job("bad/0"), "no hash")
     calls = [desk.scripts.preempt(job, 1, D1, "kv") for job in ("bad/0", JOB)]
     failpoints.arm("nowhere=cut" if one_by_one else "")
     try:
         refused, done = desk.queue.run_many(calls)
     finally:
         failpoints.arm("")
-        desk.queue.redis.delete(desk.keys.job("bad/0"))
+        desk.redis.delete(desk.keys.job("bad/0"))
     assert type(refused) is QueueError
     assert done == "ok"
 
@@ -125,11 +121,11 @@ def test_a_staged_job_whose_entry_and_exporter_are_gone_starts_again(desk: Desk)
 
 def _damage(desk: Desk, stream: str, damage: str) -> None:
     if damage == "trim":
-        desk.redis.xtrim(stream, maxlen=0)
+        desk.backend.trim(stream)
     elif damage == "delete":
-        desk.redis.delete(stream)
+        desk.backend.delete(stream)
     else:
-        desk.redis.xdel(stream, desk.redis.xrange(stream)[0][0])
+        desk.backend.drop_entry(stream, desk.entries(stream)[0][0])
 
 
 @pytest.mark.parametrize("state", STAGES)
@@ -138,7 +134,7 @@ def test_a_destroyed_group_gives_its_entries_out_again(desk: Desk, state: State)
     stage = STAGES[state]
     first = desk.deliver(P1, stage)
     for stream in desk.keys.work(stage):
-        desk.redis.xgroup_destroy(stream, GROUP)
+        desk.backend.drop_group(stream)
     desk.make_groups(stage)
     assert desk.deliver(P2, stage) == first
     lease_ms = 60_000
@@ -150,17 +146,17 @@ def test_a_destroyed_group_gives_its_entries_out_again(desk: Desk, state: State)
 def test_every_script_survives_the_loss_of_all_work_streams(desk: Desk, state: State) -> None:
     desk.to(state)
     for stage in STAGES.values():
-        desk.redis.delete(*desk.keys.work(stage))
+        desk.backend.delete(*desk.keys.work(stage))
     assert desk.cancel() == "ended"
     assert desk.view().reason == "cancelled"
 
 
 def test_what_a_flush_took_is_gone_for_every_script_and_can_be_submitted_again(desk: Desk) -> None:
     desk.to(State.DECODE)
-    desk.redis.delete(*(desk.keys.prefix + key for key in desk.snapshot()))
+    desk.backend.lose_everything()
     assert desk.emit(3, (10,)).code == "gone"
     assert desk.renew(D1) == "lost"
-    assert read_log_sync(desk.queue, JOB) is None
+    assert desk.run(desk.scripts.view(JOB)) is None
     assert desk.submit(new_job(epoch=2, ids=(7, 8, 9))) == ("new",)
     assert desk.emit(3, (10,)).code == "fenced"
     desk.make_groups("prefill")
@@ -180,20 +176,20 @@ def test_nothing_is_left_of_many_jobs_but_streams_and_their_groups(desk: Desk) -
             desk.cancel(job=job)
         else:
             desk.finish(3, (10,), job=job)
-    for key in desk.redis.keys(f"{desk.keys.prefix}*:r/*"):
-        assert desk.redis.pexpire(key, 0)
-    left = desk.snapshot()
-    assert {key for key in left if not key.startswith("work:")} == {"domains", "apis"}
+    for i in range(6):
+        desk.backend.forget(f"r/{i}")
+    left = desk.look()
+    assert {key for key in left.names() if not key.startswith("work:")} == {"domains", "apis"}
     assert desk.waiting() == {}
 
 
 def test_a_job_can_be_looked_at_on_a_full_server_and_on_a_replica(own_server: Server) -> None:
-    for desk in at_desk(own_server):
-        desk.to(State.DECODE)
-        own_server.client.config_set("maxmemory", 1)
+    desk = ServerDesk(own_server.settings())
+    desk.to(State.DECODE)
+    with desk.backend.full():
         assert desk.view().ids == (7, 8, 9)
-        own_server.client.config_set("maxmemory", 0)
-        own_server.client.execute_command("REPLICAOF", "127.0.0.1", "1")
-        assert (desk.view().state, desk.view().epoch) == ("decode", 1)
-        own_server.client.execute_command("REPLICAOF", "NO", "ONE")
-        assert read_log_sync(desk.queue, "unknown/0") is None
+    own_server.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    assert (desk.view().state, desk.view().epoch) == ("decode", 1)
+    own_server.client.execute_command("REPLICAOF", "NO", "ONE")
+    assert desk.queue.run(desk.scripts.view("unknown/0")) is None
+    desk.close()

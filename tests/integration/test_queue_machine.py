@@ -15,7 +15,7 @@ from prelay_queue.events import EndedEvent
 from prelay_queue.scripts import Claimed, Emission, Held, Requeued
 from prelay_queue.state import State
 from tests.bed.servers import Server, binary_of, running
-from tests.integration.queue_desk import API, DOMAIN, LEASE_MS, Desk, new_job
+from tests.integration.queue_desk import API, DOMAIN, LEASE_MS, ServerDesk, new_job
 from tests.integration.queue_model import Job, Viewer
 
 PREFILL, DECODE = ("P1", "P2", "P3"), ("D1", "D2", "D3")
@@ -33,7 +33,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.server.client.flushall()
-        self.desk = Desk(self.server.settings())
+        self.desk = ServerDesk(self.server.settings())
         self.desk.listen(API)
         self.jobs: dict[str, Job] = {}
         self.fresh = itertools.count(1000)  # no token is ever made twice: a wrong resume cannot hide

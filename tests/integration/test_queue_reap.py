@@ -1,8 +1,7 @@
-"""Contract of reap, on both servers: what a sweep gives back, counts and gives up."""
+"""Contract of reap,: what a sweep gives back, counts and gives up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,18 +9,12 @@ import pytest
 from prelay_queue.events import EndedEvent, RequeuedEvent
 from prelay_queue.scripts import Reaped
 from prelay_queue.state import SWEPT_IN, State
-from tests.bed.servers import Server
-from tests.integration.queue_desk import API, D1, DOMAIN, JOB, LEASE_MS, P1, P2, Desk, at_desk, new_job
+from tests.integration.queue_desk import API, D1, DOMAIN, JOB, LEASE_MS, P1, P2, Desk, new_job
 
 ME = f"{API}#1"
 
 RUNNING = [state for state in State if SWEPT_IN.get(state) == "leases"]
 OWNER = {State.PREFILL: P1, State.STAGED: P1, State.ADOPTING: D1, State.DECODE: D1}
-
-
-@pytest.fixture
-def desk(any_server: Server) -> Iterator[Desk]:
-    yield from at_desk(any_server)
 
 
 def ends(desk: Desk) -> list[EndedEvent]:
@@ -47,18 +40,18 @@ def test_a_job_whose_lease_ended_starts_again_with_all_that_was_emitted(desk: De
 
 def test_a_lease_that_runs_is_left_alone(desk: Desk) -> None:
     desk.to(State.DECODE)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.reap() == Reaped()
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_second_sweep_finds_nothing(desk: Desk) -> None:
     desk.to(State.DECODE)
     desk.expire_lease()
     assert desk.reap(check_ms=10**9).reaped == (JOB,)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.reap(check_ms=10**9) == Reaped()
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_sweep_takes_no_more_than_its_limit_and_the_next_one_the_rest(desk: Desk) -> None:
@@ -93,8 +86,8 @@ def test_after_two_crashes_in_company_a_job_runs_alone_and_two_more_end_it(desk:
     view = desk.view()
     assert (view.state, view.reason, view.error) == ("done", "error", '{"code":"crashed"}')
     assert ends(desk) == [EndedEvent(JOB, 4, 4, "error", '{"code":"crashed"}')]
-    ((_, letter),) = desk.redis.xrange(desk.keys.dead)
-    assert letter[b"id"] == JOB.encode()
+    ((_, letter),) = desk.entries(desk.keys.dead)
+    assert letter == {"id": JOB, "why": "2 crashes in company, 2 alone"}
 
 
 def test_the_entry_of_a_job_that_must_run_alone_says_so(desk: Desk) -> None:
@@ -102,8 +95,8 @@ def test_the_entry_of_a_job_that_must_run_alone_says_so(desk: Desk) -> None:
     for epoch in (1, 2):
         run_to_decode(desk, epoch)
         desk.crash()
-    ((_, data),) = desk.redis.xrange(desk.keys.work("prefill")[2])
-    assert data[b"al"] == b"1"
+    ((_, data),) = desk.entries(desk.keys.work("prefill")[2])
+    assert data["al"] == "1"
 
 
 def test_the_death_of_an_exporter_is_no_crash_of_the_jobs_that_wait_there(desk: Desk) -> None:
@@ -144,24 +137,24 @@ def test_a_queued_job_past_its_deadline_ends_without_a_worker(desk: Desk) -> Non
     desk.to(State.QUEUED, new_job(ttl_ms=60_000))
     desk.listen(API)
     assert desk.reap() == Reaped()
-    desk.redis.hset(desk.keys.job(JOB), "dl", 1)
+    desk.backend.set_fields(JOB, dl=1)
     desk.reap()
     assert ends(desk) == [EndedEvent(JOB, 1, 0, "deadline")]
     assert desk.waiting() == {}
 
 
 def test_index_members_without_a_job_are_swept_away(desk: Desk) -> None:
-    for index in (desk.keys.leases, desk.keys.preempted, desk.keys.queued):
-        desk.redis.zadd(index, {"nobody/0": 1})
+    for index in ("leases", "preempted", "queued"):
+        desk.backend.set_score(index, "nobody/0", 1)
     assert desk.reap() == Reaped()
     desk.check()
-    assert desk.snapshot().keys() & {"leases", "preempted", "queued"} == set()
+    assert desk.look().scores == {}
 
 
 def test_a_sweep_of_nothing_does_nothing(desk: Desk) -> None:
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.reap() == Reaped()
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_rebuilt_job_can_crash_and_go_on(desk: Desk) -> None:
@@ -203,8 +196,8 @@ def test_a_job_that_crashes_a_little_later_each_time_is_given_up_too(desk: Desk)
 def test_a_sweep_that_was_held_up_on_its_way_does_nothing(desk: Desk) -> None:
     desk.to(State.DECODE)
     desk.expire_lease()
-    before = desk.snapshot()
+    before = desk.look()
     late, in_time = desk.now_ms() - 1, desk.now_ms() + 60_000
     assert desk.run(desk.scripts.reap(100, 0, 10**9, 2, "", late)) == Reaped()
-    assert desk.snapshot() == before
+    assert desk.look() == before
     assert desk.run(desk.scripts.reap(100, 0, 10**9, 2, "", in_time)).reaped == (JOB,)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from prelay_queue.scripts import Held
 from prelay_queue.state import State
-from tests.bed.servers import Server
-from tests.integration.queue_desk import DOMAIN, JOB, LEASE_MS, P1, Desk, at_desk
+from tests.integration.queue_desk import DOMAIN, JOB, LEASE_MS, P1, Desk
 
 NOW, NEVER = -1, 10**9  # how long it must have waited, ms
-
-
-@pytest.fixture
-def desk(any_server: Server) -> Iterator[Desk]:
-    yield from at_desk(any_server)
 
 
 def live(desk: Desk, name: str, role: str, domain: str = DOMAIN, state: str = "ready") -> None:

@@ -1,8 +1,7 @@
-"""Contracts of submit and claim, on both servers."""
+"""Contracts of submit and claim,."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,25 +10,10 @@ from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import QueueFull
 from prelay_queue.events import EndedEvent
 from prelay_queue.job import JobSpec, Priority
-from prelay_queue.keys import GROUP
 from prelay_queue.scripts import Claimed
 from prelay_queue.state import State
 from tests.bed.servers import Server
-from tests.integration.queue_desk import API, D1, D2, DOMAIN, JOB, LEASE_MS, P1, P2, Desk, at_desk, new_job
-
-
-@pytest.fixture
-def desk(any_server: Server) -> Iterator[Desk]:
-    yield from at_desk(any_server)
-
-
-@pytest.fixture
-def full(any_server: Server) -> Iterator[Server]:
-    """The server is over its memory limit while the fixture lives."""
-    any_server.client.config_set("maxmemory", 1)
-    yield any_server
-    any_server.client.config_set("maxmemory", 0)
-
+from tests.integration.queue_desk import API, D1, D2, DOMAIN, JOB, LEASE_MS, P1, P2, Desk, ServerDesk, new_job
 
 # submit
 
@@ -45,8 +29,8 @@ def test_a_submitted_job_waits_in_the_stream_of_its_class(desk: Desk) -> None:
 
 def test_the_entry_says_how_many_tokens_to_compute_and_that_the_job_may_have_neighbours(desk: Desk) -> None:
     desk.submit()
-    ((_, data),) = desk.redis.xrange(desk.keys.work("prefill")[3])
-    assert data == {b"id": JOB.encode(), b"tok": b"4", b"al": b"0"}
+    ((_, data),) = desk.entries(desk.keys.work("prefill")[3])
+    assert data == {"id": JOB, "tok": "4", "al": "0"}
 
 
 def test_all_choices_of_a_request_are_submitted_in_one_call(desk: Desk) -> None:
@@ -56,9 +40,9 @@ def test_all_choices_of_a_request_are_submitted_in_one_call(desk: Desk) -> None:
 
 def test_a_second_submit_changes_nothing(desk: Desk) -> None:
     desk.submit(new_job("r/0"), new_job("r/1"))
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.submit(new_job("r/0"), new_job("r/1")) == ("exists", "exists")
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_submit_of_some_known_choices_adds_only_the_others(desk: Desk) -> None:
@@ -69,9 +53,9 @@ def test_a_submit_of_some_known_choices_adds_only_the_others(desk: Desk) -> None
 @pytest.mark.parametrize("state", [s for s in State if s is not State.QUEUED])
 def test_a_submit_after_the_job_went_on_changes_nothing(desk: Desk, state: State) -> None:
     desk.to(state)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.submit() == ("exists",)
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_job_that_redis_lost_is_rebuilt_at_its_epoch_with_its_tokens(desk: Desk) -> None:
@@ -100,20 +84,19 @@ def test_a_deadline_is_kept_in_server_time(desk: Desk) -> None:
     assert abs(int(desk.fields()["dl"]) - desk.now_ms() - 5_000) < 3_000
 
 
-def test_a_full_server_refuses_a_submit_whole(desk: Desk, full: Server) -> None:
-    before = desk.snapshot()
-    with pytest.raises(QueueFull):
+def test_a_full_server_refuses_a_submit_whole(desk: Desk) -> None:
+    before = desk.look()
+    with desk.backend.full(), pytest.raises(QueueFull):
         desk.submit(new_job("r/0"), new_job("r/1"))
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
-def test_a_full_server_drains_what_it_has(desk: Desk, any_server: Server) -> None:
+def test_a_full_server_drains_what_it_has(desk: Desk) -> None:
     for i in range(4):
         desk.submit(new_job(f"r/{i}"))
     desk.listen(API)
     desk.mind(P1, D1)
-    any_server.client.config_set("maxmemory", 1)
-    try:
+    with desk.backend.full():
         for i in range(4):
             job = f"r/{i}"
             assert desk.claim(P1).code == "ok"
@@ -127,8 +110,6 @@ def test_a_full_server_drains_what_it_has(desk: Desk, any_server: Server) -> Non
         assert desk.preempt(job="r/2") == "ok"
         assert desk.requeue(1, f"{API}#1", job="r/2").code == "ok"
         assert desk.crash("r/3").reaped == ("r/3",)
-    finally:
-        any_server.client.config_set("maxmemory", 0)
     assert {desk.fields(f"r/{i}")["st"] for i in (2, 3)} == {"queued"}
 
 
@@ -151,8 +132,8 @@ def test_a_claim_hands_the_job_to_its_owner_with_a_lease(desk: Desk) -> None:
 def test_a_claim_takes_the_entry_out_of_the_stream_and_out_of_the_group(desk: Desk) -> None:
     desk.to(State.PREFILL)
     stream = desk.keys.work("prefill")[3]
-    assert desk.redis.xlen(stream) == 0
-    assert desk.redis.xpending(stream, GROUP)["pending"] == 0
+    assert len(desk.entries(stream)) == 0
+    assert desk.pending(stream) == {}
 
 
 def test_a_decode_claim_carries_the_reference_and_the_tokens(desk: Desk) -> None:
@@ -164,9 +145,9 @@ def test_a_decode_claim_carries_the_reference_and_the_tokens(desk: Desk) -> None
 def test_a_repeated_claim_gives_the_same_job_again_and_changes_nothing(desk: Desk) -> None:
     desk.submit()
     call = desk.scripts.claim(*desk.deliver(P1), P1, LEASE_MS)
-    first, before = desk.run(call), desk.snapshot()
+    first, before = desk.run(call), desk.look()
     assert desk.run(call) == first
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_repeated_claim_of_a_staged_job_gives_it_again(desk: Desk) -> None:
@@ -181,9 +162,9 @@ def test_an_entry_is_claimed_by_one_worker_only(desk: Desk) -> None:
     desk.submit()
     entry = desk.deliver(P1)
     assert desk.run(desk.scripts.claim(*entry, P1, LEASE_MS)).code == "ok"
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.run(desk.scripts.claim(*entry, P2, LEASE_MS)) == Claimed("stale")
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 def test_a_claim_repeated_after_the_job_went_on_is_stale(desk: Desk) -> None:
@@ -199,12 +180,11 @@ def test_a_claim_repeated_after_the_job_went_on_is_stale(desk: Desk) -> None:
 def test_an_entry_that_no_job_waits_under_is_dropped(desk: Desk, job: str) -> None:
     desk.submit()
     stream = desk.keys.work("prefill")[0]  # the job waits in another one
-    desk.redis.xadd(stream, {"id": job})
+    entry = desk.backend.add(stream, {"id": job})
     assert desk.deliver(P1)[2] == job
-    entry = desk.redis.xrange(stream)[0][0]
     desk.checked = False
     assert desk.run(desk.scripts.claim(stream, entry, job, P1, LEASE_MS)).code == "stale"
-    assert desk.redis.xlen(stream) == 0
+    assert len(desk.entries(stream)) == 0
     desk.check()
     assert desk.claim(P2).code == "ok"
 
@@ -212,7 +192,7 @@ def test_an_entry_that_no_job_waits_under_is_dropped(desk: Desk, job: str) -> No
 def test_a_stray_entry_does_not_hand_a_running_job_to_its_owner_twice(desk: Desk) -> None:
     desk.to(State.PREFILL)
     stream = desk.keys.work("prefill")[0]
-    desk.redis.xadd(stream, {"id": JOB})
+    desk.backend.add(stream, {"id": JOB})
     desk.checked = False
     assert desk.claim(P1).code == "stale"
     desk.check()
@@ -242,7 +222,7 @@ def test_a_job_past_its_deadline_ends_at_the_claim_and_never_runs(desk: Desk, st
     desk.to(state, new_job(ttl_ms=60_000))
     desk.listen(API)
     desk.mind(P1)
-    desk.redis.hset(desk.keys.job(JOB), "dl", 1)
+    desk.backend.set_fields(JOB, dl=1)
     entry = desk.deliver(D1, "prefill" if state is State.QUEUED else f"decode:{DOMAIN}")
     call = desk.scripts.claim(*entry, D1, LEASE_MS)
     assert desk.run(call).code == "ended"
@@ -256,7 +236,7 @@ def test_a_job_past_its_deadline_ends_at_the_claim_and_never_runs(desk: Desk, st
 
 def test_a_job_of_a_newer_protocol_is_left_to_newer_workers(desk: Desk) -> None:
     desk.submit()
-    desk.redis.hset(desk.keys.job(JOB), mapping={"v": 99, "spec": "of another time"})
+    desk.backend.set_fields(JOB, v=99, spec="of another time")
     answer = desk.claim(P1)
     assert answer == Claimed("newer")
     # Back at the end of its class, so that it does not stand in the way of jobs this worker can do.
@@ -266,8 +246,8 @@ def test_a_job_of_a_newer_protocol_is_left_to_newer_workers(desk: Desk) -> None:
 # Both clients.
 
 
-async def test_the_asyncio_client_heals_a_flushed_script_cache(desk: Desk, any_server: Server) -> None:
-    queue = AsyncQueue(desk.settings)
+async def test_the_asyncio_client_heals_a_flushed_script_cache(server_desk: ServerDesk, any_server: Server) -> None:
+    queue = AsyncQueue(server_desk.settings)
     any_server.client.script_flush()
     assert await queue.run(queue.scripts.submit([new_job()])) == ("new",)
     any_server.client.script_flush()

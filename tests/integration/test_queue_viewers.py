@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from prelay_queue.scripts import Reaped
 from prelay_queue.state import State
-from tests.bed.servers import Server
-from tests.integration.queue_desk import API, JOB, OTHER_API, Desk, at_desk, new_job
+from tests.integration.queue_desk import API, JOB, OTHER_API, Desk, new_job
 
 GRACE_MS = 30_000
-
-
-@pytest.fixture
-def desk(any_server: Server) -> Iterator[Desk]:
-    yield from at_desk(any_server)
-
-
-def last_heard(desk: Desk, api: str, ago_ms: int) -> None:
-    """Set when an API process was last heard of."""
-    desk.redis.zadd(desk.keys.apis, {api: desk.now_ms() - ago_ms})
 
 
 def sweep(desk: Desk) -> Reaped:
@@ -31,9 +18,9 @@ def sweep(desk: Desk) -> Reaped:
 @pytest.mark.parametrize("state", [state for state in State if state is not State.DONE])
 def test_what_only_a_dead_api_process_watched_ends_after_the_grace(desk: Desk, state: State) -> None:
     desk.to(state)
-    last_heard(desk, API, GRACE_MS - 5_000)
+    desk.last_heard(API, GRACE_MS - 5_000)
     assert sweep(desk) == Reaped()
-    last_heard(desk, API, GRACE_MS + 5_000)
+    desk.last_heard(API, GRACE_MS + 5_000)
     assert sweep(desk) == Reaped(abandoned=(JOB,))
     view = desk.view()
     assert (view.state, view.reason) == (State.DONE, "cancelled")
@@ -43,55 +30,55 @@ def test_what_only_a_dead_api_process_watched_ends_after_the_grace(desk: Desk, s
 def test_the_worker_of_an_abandoned_job_is_told_to_stop(desk: Desk) -> None:
     claim = desk.to(State.DECODE)
     desk.mind("decode:1:a")
-    last_heard(desk, API, 2 * GRACE_MS)
+    desk.last_heard(API, 2 * GRACE_MS)
     sweep(desk)
     assert desk.told("decode:1:a") == [("stop", JOB, claim.epoch)]
 
 
 def test_a_job_that_a_living_process_watches_too_goes_on(desk: Desk) -> None:
     desk.to(State.DECODE, new_job(attachment=f"{API}#1 {OTHER_API}#2"))
-    last_heard(desk, API, 2 * GRACE_MS)
+    desk.last_heard(API, 2 * GRACE_MS)
     assert sweep(desk) == Reaped()
     assert desk.fields()["at"] == f"{OTHER_API}#2"
-    last_heard(desk, OTHER_API, 2 * GRACE_MS)
+    desk.last_heard(OTHER_API, 2 * GRACE_MS)
     assert sweep(desk) == Reaped(abandoned=(JOB,))
 
 
 def test_a_job_that_nobody_ever_watched_is_not_ended_by_anybodys_death(desk: Desk) -> None:
     desk.to(State.DECODE, new_job(attachment=""))
-    last_heard(desk, API, 2 * GRACE_MS)
+    desk.last_heard(API, 2 * GRACE_MS)
     assert sweep(desk) == Reaped()
     assert desk.fields()["st"] == State.DECODE
 
 
 def test_a_process_whose_name_begins_like_the_dead_one_lives_on(desk: Desk) -> None:
     desk.to(State.DECODE, new_job(attachment=f"{API}b#1"))
-    last_heard(desk, API, 2 * GRACE_MS)
+    desk.last_heard(API, 2 * GRACE_MS)
     assert sweep(desk) == Reaped()
 
 
 def test_a_process_that_dies_before_it_ever_said_that_it_lives_is_missed_too(desk: Desk) -> None:
     desk.submit()
-    assert desk.redis.zscore(desk.keys.apis, API) == pytest.approx(desk.now_ms(), abs=5_000)
+    assert desk.look().scores["apis"][API] == pytest.approx(desk.now_ms(), abs=5_000)
 
 
 def test_a_submit_does_not_stand_for_a_heartbeat(desk: Desk) -> None:
     """Its process may be long dead: a proxy may have held the submit up."""
-    last_heard(desk, API, 10_000)
+    desk.last_heard(API, 10_000)
     desk.submit()
-    assert desk.redis.zscore(desk.keys.apis, API) == pytest.approx(desk.now_ms() - 10_000, abs=5_000)
+    assert desk.look().scores["apis"][API] == pytest.approx(desk.now_ms() - 10_000, abs=5_000)
 
 
 def test_attending_makes_a_process_live_again(desk: Desk) -> None:
     desk.to(State.DECODE)
-    last_heard(desk, API, 2 * GRACE_MS)
+    desk.last_heard(API, 2 * GRACE_MS)
     desk.run(desk.scripts.attend(API, 30, begin=False))
     assert sweep(desk) == Reaped()
 
 
 def test_the_dead_are_forgotten(desk: Desk) -> None:
     for api in (API, OTHER_API):
-        last_heard(desk, api, 2 * GRACE_MS)
+        desk.last_heard(api, 2 * GRACE_MS)
     sweep(desk)
     sweep(desk)
-    assert not desk.redis.exists(desk.keys.apis)
+    assert "apis" not in desk.look().scores

@@ -1,71 +1,54 @@
-"""Contracts of beat and tidy, the two scripts about workers, on both servers."""
+"""Contracts of beat and tidy, the two scripts about workers,."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import orjson
 import pytest
 
 from prelay_queue.job import Priority
-from prelay_queue.keys import GROUP
 from prelay_queue.state import State
-from tests.bed.servers import Server
-from tests.integration.queue_desk import API, D1, DOMAIN, JOB, P1, P2, Desk, at_desk, new_job
+from tests.integration.queue_desk import API, D1, DOMAIN, JOB, P1, P2, Desk, new_job
 
 TTL_MS = 15_000
-
-
-@pytest.fixture
-def desk(any_server: Server) -> Iterator[Desk]:
-    yield from at_desk(any_server)
-
-
-def consumers(desk: Desk, stream: str) -> set[str]:
-    return {each["name"].decode() for each in desk.redis.xinfo_consumers(stream, GROUP)}
 
 
 def test_a_heartbeat_says_what_the_worker_says_and_the_servers_time(desk: Desk) -> None:
     status = {"id": P1, "kv": {"total": 4, "free": 3}, "text": 'quoted "}{"'}
     now = desk.run(desk.scripts.beat(P1, status, TTL_MS))
-    raw = desk.redis.get(desk.keys.worker(P1))
-    assert raw is not None
-    assert orjson.loads(raw) == {**status, "t": now}
+    assert orjson.loads(desk.look().beats[P1]) == {**status, "t": now}
     assert abs(now - desk.now_ms()) < 5_000
-    assert 0 < desk.redis.pttl(desk.keys.worker(P1)) <= TTL_MS
-    assert desk.redis.zscore(desk.keys.workers, P1) == now
+    assert 0 < desk.left_ms(desk.keys.worker(P1)) <= TTL_MS
+    assert desk.look().scores["workers"] == {P1: now}
 
 
 def test_a_heartbeat_forgets_the_workers_that_are_long_gone(desk: Desk) -> None:
-    desk.redis.zadd(desk.keys.workers, {"gone": desk.now_ms() - 4 * TTL_MS - 1, "late": desk.now_ms() - TTL_MS})
+    for worker, ago_ms in {"gone": 4 * TTL_MS + 1, "late": TTL_MS}.items():
+        desk.backend.set_score("workers", worker, desk.now_ms() - ago_ms)
     desk.run(desk.scripts.beat(P1, {"id": P1}, TTL_MS))
-    assert desk.redis.zrange(desk.keys.workers, 0, -1) == [b"late", P1.encode()]
+    assert set(desk.look().scores["workers"]) == {"late", P1}
 
 
 def test_a_heartbeat_keeps_the_control_stream_and_does_not_make_one(desk: Desk) -> None:
     desk.run(desk.scripts.beat(P1, {"id": P1}, TTL_MS))
-    assert not desk.redis.exists(desk.keys.control(P1))
+    assert not desk.has(desk.keys.control(P1))
     desk.mind(P1)
     desk.run(desk.scripts.beat(P1, {"id": P1}, TTL_MS))
-    assert 50 < desk.redis.ttl(desk.keys.control(P1)) <= 60
+    assert 50_000 < desk.left_ms(desk.keys.control(P1)) <= 60_000
 
 
-def test_a_full_server_still_takes_heartbeats(desk: Desk, any_server: Server) -> None:
-    any_server.client.config_set("maxmemory", 1)
-    try:
+def test_a_full_server_still_takes_heartbeats(desk: Desk) -> None:
+    with desk.backend.full():
         desk.run(desk.scripts.beat(P1, {"id": P1}, TTL_MS))
-    finally:
-        any_server.client.config_set("maxmemory", 0)
-    assert desk.redis.exists(desk.keys.worker(P1))
+    assert desk.has(desk.keys.worker(P1))
 
 
 def test_the_consumers_of_dead_workers_are_removed_and_those_of_live_ones_stay(desk: Desk) -> None:
     desk.to(State.DECODE)
     desk.run(desk.scripts.beat(P1, {"id": P1}, TTL_MS))
     prefill, decode = desk.keys.work("prefill")[3], desk.keys.work(f"decode:{DOMAIN}")[3]
-    assert (consumers(desk, prefill), consumers(desk, decode)) == ({P1}, {D1})
+    assert (desk.consumers(prefill), desk.consumers(decode)) == ({P1}, {D1})
     assert desk.run(desk.scripts.tidy()) > 0
-    assert (consumers(desk, prefill), consumers(desk, decode)) == ({P1}, set())
+    assert (desk.consumers(prefill), desk.consumers(decode)) == ({P1}, set())
     assert desk.run(desk.scripts.tidy()) == 0
 
 
@@ -73,12 +56,12 @@ def test_a_dead_consumer_with_a_pending_entry_is_left_until_the_entry_is_taken_o
     desk.submit()
     stream, entry, job = desk.deliver(P1)
     desk.run(desk.scripts.tidy())
-    assert consumers(desk, stream) == {P1}
-    assert desk.redis.xpending(stream, GROUP)["pending"] == 1
-    desk.redis.xautoclaim(stream, GROUP, P2, min_idle_time=0)
+    assert desk.consumers(stream) == {P1}
+    assert desk.pending(stream) == {entry: P1}
+    desk.backend.take_over(stream, P2)
     assert desk.run(desk.scripts.claim(stream, entry, job, P2, 60_000)).code == "ok"
     desk.run(desk.scripts.tidy())
-    assert consumers(desk, stream) == set()
+    assert desk.consumers(stream) == set()
 
 
 @pytest.mark.parametrize("priority", Priority)
@@ -87,12 +70,14 @@ def test_consumers_of_every_class_are_looked_at(desk: Desk, priority: Priority) 
     desk.run(desk.scripts.tidy())
     for stage in ("prefill", f"decode:{DOMAIN}"):
         for stream in desk.keys.work(stage):
-            assert consumers(desk, stream) == set()
+            assert desk.consumers(stream) == set()
 
 
 def test_tidying_survives_streams_that_do_not_exist(desk: Desk) -> None:
-    desk.redis.delete(*desk.keys.work("prefill"))
-    desk.redis.sadd(desk.keys.domains, "never-seen")
+    desk.to(State.STAGED)  # its domain is known
+    desk.checked = False
+    for stage in ("prefill", f"decode:{DOMAIN}"):
+        desk.backend.delete(*desk.keys.work(stage))
     assert desk.run(desk.scripts.tidy()) == 0
 
 
@@ -106,8 +91,8 @@ def test_the_leases_of_a_worker_known_to_be_dead_end_at_once(desk: Desk) -> None
 
     assert desk.run(desk.scripts.disown(P1.rpartition(":")[0] + ":")) == 1
 
-    assert desk.redis.get(desk.keys.worker(P1)) is None
-    assert desk.redis.get(desk.keys.worker(P2)) is not None
+    assert not desk.has(desk.keys.worker(P1))
+    assert desk.has(desk.keys.worker(P2))
     swept = desk.reap()
     assert swept.reaped == ("mine/0",)
 
@@ -130,9 +115,10 @@ def test_the_jobs_of_a_worker_that_is_known_to_be_dead_are_swept_at_once(desk: D
         desk.mind(worker)
         desk.run(desk.scripts.beat(worker, {"id": worker}, TTL_MS))
     assert desk.run(desk.scripts.disown("host:12:")) == 1
-    assert not desk.redis.exists(desk.keys.worker(dead), desk.keys.control(dead))
-    assert desk.redis.exists(desk.keys.worker(alive), desk.keys.control(alive)) == 2
-    assert desk.redis.zrange(desk.keys.workers, 0, -1) == [alive.encode()]
+    of_dead, of_alive = ({desk.keys.worker(name), desk.keys.control(name)} for name in (dead, alive))
+    assert not any(desk.has(key) for key in of_dead)
+    assert all(desk.has(key) for key in of_alive)
+    assert set(desk.look().scores["workers"]) == {alive}
     assert desk.reap(check_ms=10**9).reaped == ("a/0",)
     assert desk.emit(0, (1,), owner=dead, job="a/0").code == "fenced"
     assert desk.run(desk.scripts.disown("host:12:")) == 0
@@ -148,29 +134,26 @@ def test_the_export_of_a_dead_worker_is_given_up_but_not_the_job_that_left_it(de
 
 def test_nobody_is_disowned_by_an_empty_prefix(desk: Desk) -> None:
     desk.to(State.DECODE)
-    before = desk.snapshot()
+    before = desk.look()
     assert desk.run(desk.scripts.disown("")) == 0
-    assert desk.snapshot() == before
+    assert desk.look() == before
 
 
 # attend
 
 
-def test_an_api_process_that_attends_has_a_live_stream_that_lives_as_long(desk: Desk, any_server: Server) -> None:
-    any_server.client.config_set("maxmemory", 1)  # also on a full server
-    try:
+def test_an_api_process_that_attends_has_a_live_stream_that_lives_as_long(desk: Desk) -> None:
+    with desk.backend.full():
         entry, server_ms = desk.run(desk.scripts.attend(API, 30, begin=True))
         assert desk.run(desk.scripts.attend(API, 30, begin=False))[0] == ""
-    finally:
-        any_server.client.config_set("maxmemory", 0)
-    assert desk.redis.xrange(desk.keys.live(API), entry, entry) != []
-    assert 25 < desk.redis.ttl(desk.keys.live(API)) <= 30
+    assert desk.entries(desk.keys.live(API)) == [(entry, {"e": "[]"})]
+    assert 25_000 < desk.left_ms(desk.keys.live(API)) <= 30_000
     assert abs(desk.now_ms() - server_ms) < 5_000
 
 
 def test_attending_alone_makes_no_stream(desk: Desk) -> None:
     assert desk.run(desk.scripts.attend(API, 30, begin=False))[0] == ""
-    assert not desk.redis.exists(desk.keys.live(API))
+    assert not desk.has(desk.keys.live(API))
 
 
 def test_a_wish_to_evict_follows_a_job_that_is_handed_over_meanwhile(desk: Desk) -> None:

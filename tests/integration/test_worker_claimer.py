@@ -20,7 +20,7 @@ from prelay_worker.lease import LeaseKeeper
 from prelay_worker.messages import Claimed, Message
 from tests.bed.processes import fast_times, until
 from tests.bed.servers import Server
-from tests.integration.queue_desk import JOB, P1, Desk, new_job
+from tests.integration.queue_desk import JOB, P1, ServerDesk, new_job
 from tests.unit.worker.desk import make_worker
 
 ME = "me:1:a"
@@ -30,7 +30,7 @@ class Claiming:
     """A claim thread with as much room as the test gives it."""
 
     def __init__(self, server: Server) -> None:
-        self.desk = Desk(server.settings(times=fast_times()), checked=False)
+        self.desk = ServerDesk(server.settings(times=fast_times()), checked=False)
         self.queue = SyncQueue(self.desk.settings)
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.admission = Admission(4)
