@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import quote
 
 import redis
@@ -35,6 +36,8 @@ ORPHAN_END_S = 20.0
 ANSWER_S = 30.0
 #: The log is set aside at the start when it is larger, in bytes.
 LOG_BYTES = 4 << 20
+#: Says which server wrote the data beside it.
+RECORD = "server.json"
 
 
 class EmbeddedServer:
@@ -43,8 +46,8 @@ class EmbeddedServer:
     def __init__(self, state: StateDir, memory: int) -> None:
         """Choose a program that can read what is there. `memory` is the machine's, in bytes. Raise ServerError."""
         self.state = state
-        self._record = state.server / "server.json"
-        self.binary: ServerBinary = find_server(self._written_by())
+        self._record = state.server / RECORD
+        self.binary: ServerBinary = find_server(written_by(state.server))
         self._maxmemory = min(memory // 4, MAXMEMORY)
         self._lock = state.open_server_lock()
         self.log = state.server / "server.log"
@@ -169,17 +172,18 @@ class EmbeddedServer:
             return "it left no log"
         return f"{lines[-1].partition(' # ')[2] or lines[-1] if lines else 'its log is empty'} (see {self.log})"
 
-    def _written_by(self) -> tuple[str, tuple[int, ...]] | None:
-        """Return which server wrote the data that is there."""
-        if not (self.state.server / "appendonlydir").exists():
-            return None
-        try:
-            record = json.loads(self._record.read_text())
-            return str(record["kind"]), tuple(int(part) for part in record["version"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
     def close(self) -> None:
         """Give the lock back, after the process has ended."""
         self.state.socket.unlink(missing_ok=True)
         os.close(self._lock)
+
+
+def written_by(folder: Path) -> tuple[str, tuple[int, ...]] | None:
+    """Return which server, and of which version, wrote the data in a `server` folder; None where there is none."""
+    try:
+        if not (folder / "appendonlydir").exists():
+            return None
+        record = json.loads((folder / RECORD).read_text())
+        return str(record["kind"]), tuple(int(part) for part in record["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -41,7 +41,11 @@ class ModelUnavailable(CliError):  # noqa: N818
 
 
 class TooSmall(CliError):  # noqa: N818
-    """Memory or /dev/shm is too small."""
+    """Memory or /dev/shm is too small; `where` says which."""
+
+    def __init__(self, message: str, where: str) -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class PortTaken(CliError):  # noqa: N818

@@ -33,11 +33,16 @@ def this_host() -> Host:
 
 def shm_free(folder: Path = SHM) -> int:
     """Return the free bytes of /dev/shm, 0 when there is none."""
+    return space(folder)[1]
+
+
+def space(folder: Path) -> tuple[int, int]:
+    """Return all and the free bytes of the file system of a folder, zeros when it is not there."""
     try:
         stat = os.statvfs(folder)
     except OSError:
-        return 0
-    return stat.f_bavail * stat.f_frsize
+        return 0, 0
+    return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
 
 
 def _memory() -> tuple[int, int]:

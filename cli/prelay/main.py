@@ -103,14 +103,27 @@ def unified(given: Given, config: str | None) -> int:
     return _worker("unified", given, config)
 
 
-@app.command(epilog=_examples("prelay doctor", "prelay doctor --model ./my-model --port 8080"))
-@takes(*SERVE)
-def doctor(given: Given, config: str | None) -> int:
-    """Check this machine and these settings, and say what to do about what is wrong."""
+@app.command(
+    epilog=_examples(
+        "prelay doctor",
+        "prelay doctor --model ./my-model --port 8080",
+        "prelay doctor --redis-url redis://queue:6379/0 --json",
+    )
+)
+@takes(
+    *SERVE,
+    fix="Remove KV segments in /dev/shm whose owners are dead. Nothing else is changed.",
+    json="Print one JSON object, for machines.",
+)
+def doctor(given: Given, config: str | None, *, fix: bool, json: bool) -> int:
+    """Check this machine, these settings and the server they name, and say what to do about what is wrong.
+
+    The exit code is 0 when nothing failed; warnings do not count.
+    """
     from .doctor import doctor as body
     from .settings import load
 
-    return body(load(given, config))
+    return body(load(given, config), fix=fix, json=json)
 
 
 @app.command(

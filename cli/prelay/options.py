@@ -50,8 +50,8 @@ class Option:
         )
 
 
-#: A command: (values given on the command line, the file named) to an exit code.
-Body = Callable[[dict[str, Any], str | None], int]
+#: A command: (values given on the command line, the file named, switches of its own) to an exit code.
+Body = Callable[..., int]
 
 _QUEUE, _WORKERS, _MODEL, _API = "Queue", "Workers", "Model", "API"
 
@@ -135,21 +135,27 @@ _CONFIG = inspect.Parameter(
 )  # fmt: skip
 
 
-def takes(*names: str) -> Callable[[Body], Callable[..., None]]:
-    """Give a command the options `names` and --config.
+def _switch(name: str, words: str) -> inspect.Parameter:
+    info = typer.Option("--" + name.replace("_", "-"), help=words, show_default=False)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, info])
 
-    The command is called with a dict of the values that were given (absent ones are left out) and the
-    file; it returns an exit code.
+
+def takes(*names: str, **switches: str) -> Callable[[Body], Callable[..., None]]:
+    """Give a command the options `names`, --config, and switches that are no settings: their help by name.
+
+    The command is called with a dict of the values that were given (absent ones are left out), the file, and its
+    switches by name; it returns an exit code.
     """
 
     def decorate(body: Body) -> Callable[..., None]:
-        parameters = [*(OPTIONS[name].parameter() for name in names), _CONFIG]
+        parameters = [_switch(name, words) for name, words in switches.items()]
+        parameters += [*(OPTIONS[name].parameter() for name in names), _CONFIG]
 
         def command(**values: Any) -> None:
             config = values.pop("config")
             given = {name: values.pop(name) for name in names}
             given = {name: value for name, value in given.items() if value is not None}
-            raise typer.Exit(body(given, config))
+            raise typer.Exit(body(given, config, **values))
 
         command.__doc__ = body.__doc__
         command.__name__ = body.__name__

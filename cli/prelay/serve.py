@@ -57,7 +57,7 @@ def _plan(settings: Settings, server: EmbeddedServer | None, report: Report) -> 
     name = settings.served_model_name or served_name(settings.model, folder)
     kv = geometry(settings, folder)
     if swept := sweep_segments():  # before /dev/shm is measured
-        report.step(f"removed {swept} KV segment(s) that a crash had left in /dev/shm")
+        report.step(f"removed {len(swept)} KV segment(s) that a crash had left in /dev/shm")
     return Plan(settings, folder, name, sizes(settings, kv, this_host()), server)
 
 

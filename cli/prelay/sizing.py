@@ -39,6 +39,15 @@ def sizes(settings: Settings, geometry: Geometry | None, host: Host) -> Sizes:
     return Sizes(pool.decode(decode + unified), pool.prefill(prefill), threads)
 
 
+def pool_bytes(settings: Settings, geometry: Geometry | None, host: Host, planned: Sizes) -> tuple[int, int]:
+    """Return the bytes of all decode and unified pools, in memory, and of all prefill pools, in /dev/shm."""
+    if geometry is None:
+        return 0, 0
+    prefill, decode, unified = settings.counts()
+    block = _Pool(settings, geometry, host).block_bytes
+    return block * planned.kv_blocks * (decode + unified), block * planned.prefill_kv_blocks * prefill
+
+
 class _Pool:
     def __init__(self, settings: Settings, geometry: Geometry, host: Host) -> None:
         self.settings, self.host = settings, host
@@ -72,7 +81,8 @@ class _Pool:
         if asked > self.host.shm_free:
             raise TooSmall(
                 f"--prefill-kv-blocks {self.settings.prefill_kv_blocks} needs {size(asked)} of {SHM} for {prefill}"
-                f" prefill worker(s), and {size(self.host.shm_free)} are free (containers: --shm-size)"
+                f" prefill worker(s), and {size(self.host.shm_free)} are free (containers: --shm-size)",
+                str(SHM),
             )
         in_shm = 0 if self.settings.prefill_kv_blocks else prefill
         in_memory = in_shm + (0 if self.settings.kv_blocks else others)
@@ -86,5 +96,6 @@ class _Pool:
             fits = there // contexts // self.block_bytes * self.settings.block_size
             raise TooSmall(
                 f"{contexts} full context(s) of {self.context} tokens need {size(wanted)} of {where}, and {size(there)}"
-                f" can be used{hint}; --max-model-len {fits} fits, or set --kv-blocks and --prefill-kv-blocks"
+                f" can be used{hint}; --max-model-len {fits} fits, or set --kv-blocks and --prefill-kv-blocks",
+                where,
             )

@@ -36,11 +36,10 @@ class StateDir:
         try:
             self._take()
             _private(self.server)
-            self.socket = self.server / "redis.sock"
-            self._runtime: Path | None = None
-            if len(os.fsencode(self.socket)) > SOCKET_PATH_MAX:
-                self._runtime = _runtime_dir(self.root)
-                self.socket = self._runtime / "redis.sock"
+            self.socket = socket_path(self.root)
+            self._runtime = self.socket.parent if self.socket.parent != self.server else None
+            if self._runtime is not None:
+                _private(self._runtime)
         except BaseException:
             os.close(self._lock)
             raise
@@ -69,6 +68,31 @@ class StateDir:
         os.close(self._lock)
 
 
+def socket_path(root: Path) -> Path:
+    """Return where the server's socket of a state directory is, running or not. Raise StateDirError."""
+    socket = root.absolute() / "server" / "redis.sock"
+    return socket if len(os.fsencode(socket)) <= SOCKET_PATH_MAX else _runtime_dir(root.absolute()) / "redis.sock"
+
+
+def holder(lock: Path) -> str | None:
+    """Return who holds a lock: the pid that stands in it, or "unknown". None when it is free or not there.
+
+    Raise OSError when it cannot be read.
+    """
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        # Shared, and for the time of this look: only who starts within these microseconds is turned away.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
+    finally:
+        os.close(descriptor)
+    return None
+
+
 def _why(error: OSError, root: Path) -> str:
     """The system's words, or better ones where something that is no directory stands in the way."""
     if isinstance(error, FileExistsError | NotADirectoryError):
@@ -92,7 +116,6 @@ def _runtime_dir(root: Path) -> Path:
             f"the path of the state directory is too long for a socket ({SOCKET_PATH_MAX} bytes), and so is"
             f" {folder}: use a shorter --state-dir"
         )
-    _private(folder)
     return folder
 
 
@@ -100,6 +123,14 @@ def _private(folder: Path) -> None:
     """Make a directory that only this user can enter, or check that it is one."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StateDirError(f"cannot use {folder}: {error.strerror}") from None
+    check_private(folder)
+
+
+def check_private(folder: Path) -> None:
+    """Raise StateDirError unless it is a directory that only this user can enter."""
+    try:
         found = folder.lstat()
     except OSError as error:
         raise StateDirError(f"cannot use {folder}: {error.strerror}") from None

@@ -1,0 +1,217 @@
+"""What the checks are about, found out when a check first asks, and once."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from prelay_engine.cpu import Cpu, this_cpu
+from prelay_text.errors import TextError
+from prelay_text.fingerprint import fingerprint
+
+from ..binaries import ServerBinary, find_server
+from ..embedded import EmbeddedServer, written_by
+from ..errors import CliError, ModelUnavailable
+from ..geometry import Geometry
+from ..host import SHM, Host, space, this_host
+from ..model import resolve_with_progress
+from ..redact import redact
+from ..roles import geometry
+from ..segments import Segments, look_at_segments, sweep_segments
+from ..settings import Settings
+from ..sizing import Sizes, pool_bytes, sizes
+from ..statedir import StateDir, socket_path
+from ..supervisor import Supervisor
+from .examine import Server, examine
+from .fleets import Looks
+from .gpus import Gpus, look_for_gpus
+from .places import Port, State, look_at_port, look_at_state
+
+T = TypeVar("T")
+
+
+class NothingToLookAt(Exception):  # noqa: N818 - reads as the fact it states
+    """There is none of what a check is about, and another row says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """The CPU, the cores that may be used, and the dtype that is asked for."""
+
+    cpu: Cpu
+    host: Host
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A folder that can be served. `kv` is None for the null model."""
+
+    folder: Path
+    kv: Geometry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """The segments, after those named in `removed` were taken away."""
+
+    segments: Segments
+    removed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Room for KV, and what the pools of this configuration take: `decode` bytes of memory, `prefill` bytes of
+    /dev/shm. No `planned` where `problem` says why that cannot be told, or None where the model's row says it."""
+
+    host: Host
+    shm: int
+    planned: Sizes | None = None
+    decode: int = 0
+    prefill: int = 0
+    problem: CliError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """The server program of the private server, and whether one is wanted."""
+
+    found: ServerBinary | None
+    is_wanted: bool
+
+
+def _once(find: Callable[[Facts], T]) -> Callable[[Facts], T]:
+    """Remember the answer of a method, also a CliError: the same object is raised again."""
+
+    @functools.wraps(find)
+    def ask(facts: Facts) -> T:
+        known = facts.known
+        if find.__name__ not in known:
+            try:
+                known[find.__name__] = find(facts)
+            except (CliError, NothingToLookAt) as error:
+                known[find.__name__] = error
+        found = known[find.__name__]
+        if isinstance(found, CliError | NothingToLookAt):
+            raise found
+        return found  # type: ignore[no-any-return]
+
+    return ask
+
+
+class Facts:
+    """Each method finds one thing out. It raises CliError where that cannot be known."""
+
+    def __init__(self, settings: Settings, fix: bool = False, shm: Path = SHM) -> None:
+        """With `fix`, segments that the dead left in `shm` are removed; nothing else is ever changed."""
+        self._settings = settings
+        self._fix = fix
+        self._shm = shm
+        self.known: dict[str, Any] = {}
+
+    def settings(self) -> Settings:
+        return self._settings
+
+    def processor(self) -> Processor:
+        return Processor(this_cpu(), self.host(), self._settings.dtype)
+
+    @_once
+    def gpus(self) -> Gpus:
+        return look_for_gpus()
+
+    @_once
+    def segments(self) -> Swept:
+        removed = sweep_segments(self._shm) if self._fix else ()
+        return Swept(look_at_segments(self._shm), removed)
+
+    @_once
+    def host(self) -> Host:
+        """The machine as `prelay serve` will find it: it sweeps first, and a running one has its room already."""
+        here, found = this_host(), self.segments().segments
+        room = sum(found.left.values()) + (sum(found.used.values()) if self.state().is_running else 0)
+        return replace(here, shm_free=here.shm_free + room, memory_free=min(here.memory, here.memory_free + room))
+
+    @_once
+    def model(self) -> Model:
+        folder = resolve_with_progress(self._settings.model)
+        return Model(folder, geometry(self._settings, folder))
+
+    @_once
+    def pools(self) -> Pools:
+        host, shm = self.host(), space(self._shm)[0]
+        try:
+            kv = self.model().kv
+        except CliError:
+            return Pools(host, shm)
+        try:
+            planned = sizes(self._settings, kv, host)
+        except CliError as error:
+            return Pools(host, shm, problem=error)
+        return Pools(host, shm, planned, *pool_bytes(self._settings, kv, host, planned))
+
+    @_once
+    def state(self) -> State:
+        return look_at_state(self._settings)
+
+    @_once
+    def port(self) -> Port:
+        return look_at_port(self._settings, self.state())
+
+    @_once
+    def binary(self) -> Binary:
+        wanted = self._settings.url is None
+        try:
+            return Binary(find_server(written_by(self._settings.state_dir / "server") if wanted else None), wanted)
+        except CliError:
+            if wanted:
+                raise
+            return Binary(None, wanted)
+
+    @_once
+    def server(self) -> Server:
+        """The server that is in use: the one given, else that of a running `prelay serve`, else one to try out."""
+        if self._settings.url is not None:
+            return examine(self._settings.url, redact(self._settings.url), self._fleet())
+        if self.state().is_running:
+            socket = socket_path(self._settings.state_dir)
+            return examine(f"unix://{quote(str(socket))}", f"of the running prelay serve, {socket}", self._fleet())
+        self.binary()  # without one its own row says so
+        return asyncio.run(_tried_out(self._fleet()))
+
+    def looks(self) -> Looks:
+        """Two looks at Redis. Raise NothingToLookAt where there is nothing in it or it may not be read."""
+        looks = self.server().looks
+        if looks is None or not looks.first.fleets:
+            raise NothingToLookAt
+        return looks
+
+    def _fleet(self) -> str:
+        try:
+            return fingerprint(self.model().folder)
+        except (ModelUnavailable, TextError):
+            return "doctor"
+
+
+async def _tried_out(fleet: str) -> Server:
+    """Start the private server in a scratch directory, ask it everything, and stop it."""
+    with tempfile.TemporaryDirectory(prefix="prelay-doctor-") as scratch:
+        state = StateDir(Path(scratch))
+        try:
+            server = EmbeddedServer(state, this_host().memory)
+            supervisor = Supervisor(lambda _name, _line: None)
+            keeper = supervisor.keep(server.spec())
+            try:
+                await supervisor.or_failure(server.wait_ready(lambda: keeper.child, lambda _: None))
+                return await asyncio.to_thread(examine, server.url, "private, started for this look", fleet)
+            finally:
+                await supervisor.stop(["server"])
+                supervisor.close()
+                server.close()
+        finally:
+            state.close()
