@@ -50,7 +50,7 @@ def look_at_state(settings: Settings) -> State:
     try:
         nearest = _nearest(root)
         problem = _problem(root, nearest)
-        if nearest != root:
+        if problem or nearest != root:
             return State(root, wanted, problem, free=space(nearest)[1])
         held = holder(root / "server" / "lock") is not None if (root / "server").is_dir() else False
         return State(root, wanted, problem, holder(root / "lock"), held, True, space(root)[1])
