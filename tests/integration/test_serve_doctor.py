@@ -1,33 +1,75 @@
-"""`prelay doctor` on this machine and on broken ones."""
+"""`prelay doctor` on this machine and on broken ones, with real servers."""
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
+import json
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from prelay import doctor
-from tests.bed.servers import Server
-from tests.integration.serve_process import environment, free_port
+import httpx
+import pytest
+from redis.crc import key_slot
+
+from prelay.doctor.examine import LIAR, examine
+from prelay.doctor.examine import Server as Visit
+from prelay.doctor.server import cluster, scripts
+from prelay.errors import ServerError
+from prelay_queue.keys import Keys
+from tests.bed.servers import Server, make_server
+from tests.bed.tokenizer import words
+from tests.integration.serve_process import Serve, environment, free_port, until
 
 
-def run(*arguments: str, **variables: str) -> tuple[int, str]:
+def run(*arguments: str, columns: int = 300, **variables: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "prelay", "doctor", *arguments],
-        env=environment(COLUMNS="300", **variables), capture_output=True, text=True, timeout=60, check=False,
+        env=environment(COLUMNS=str(columns), **variables), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout
 
 
-def test_a_sound_machine_passes_every_check_and_nothing_is_left_running(null_folder: Path) -> None:
-    code, table = run("--null-model", "--model", str(null_folder), "--port", str(free_port()))
+def rows(*arguments: str, **variables: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Run it for machines: the exit code, and each row by the name of its check."""
+    code, shown = run("--json", *arguments, **variables)
+    found = json.loads(shown)
+    assert found["ok"] is (code == 0)
+    return code, {row["name"]: row for row in found["checks"]} | {name: {} for name in found["skipped"]}
+
+
+@pytest.fixture
+def null(null_folder: Path, tmp_path: Path) -> tuple[str, ...]:
+    """Options with which everything is sound."""
+    state = str(tmp_path / "state")
+    return ("--null-model", "--model", str(null_folder), "--port", str(free_port()), "--state-dir", state)
+
+
+def test_a_sound_machine_passes_every_check_and_nothing_is_left(null: tuple[str, ...], tmp_path: Path) -> None:
+    scratch = set(Path(tempfile.gettempdir()).glob("prelay-doctor-*"))
+    code, table = run(*null)
     assert code == 0, table
-    for name in ("python", "environment", "server", "eviction", "persistence", "memory", "model", "port"):
+    for name in ("python", "CPU", "GPU", "memory", "/dev/shm", "model", "port", "state directory", "server", "scripts"):
         assert f"✓  {name}" in table
-    assert "all scripts load" in table
+    assert "private, started for this look" in table
+    assert "EVALSHA runs them, flags are kept" in table
+    assert "0 failed" in table
+    assert list(tmp_path.iterdir()) == [], "the state directory was only looked at"
+    assert set(Path(tempfile.gettempdir()).glob("prelay-doctor-*")) <= scratch
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_fits_a_terminal(columns: int, null: tuple[str, ...]) -> None:
+    _, table = run(*null, columns=columns)
+    assert max(map(len, table.splitlines())) <= columns
+    assert "…" not in table
 
 
 def test_each_fault_is_named_with_what_to_do_and_the_exit_code_is_one(own_server: Server, tmp_path: Path) -> None:
@@ -37,30 +79,162 @@ def test_each_fault_is_named_with_what_to_do_and_the_exit_code_is_one(own_server
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         arguments = ("--redis-url", own_server.url, "--model", str(tmp_path), "--port", port)
-        code, table = run(*arguments, PRELAY_KVBLOCKS="1")
+        code, found = rows(*arguments, PRELAY_KVBLOCKS="1")
     assert code == 1
-    assert "!  environment    unknown: PRELAY_KVBLOCKS" in table
-    assert "✗  eviction       maxmemory-policy allkeys-lru" in table
-    assert "CONFIG SET maxmemory-policy noeviction" in table
-    assert "!  persistence    appendonly is off" in table
-    assert "✗  model" in table
-    assert "✗  port" in table
+    states = {name: found[name]["state"] for name in ("environment", "eviction", "persistence", "model", "port")}
+    assert states == {
+        "environment": "warn", "eviction": "fail", "persistence": "warn", "model": "fail", "port": "fail",
+    }  # fmt: skip
+    assert found["environment"]["items"] == ["PRELAY_KVBLOCKS"]
+    assert "CONFIG SET maxmemory-policy noeviction" in found["eviction"]["advice"]
+    assert found["model"]["advice"].startswith("--model takes")
+    assert "cannot be told: the model cannot be read" in found["memory"]["found"]
 
 
-def test_a_server_that_does_not_answer_fails_and_the_rest_is_still_looked_at(null_folder: Path) -> None:
-    port = str(free_port())
-    code, table = run(
-        "--redis-url", "redis://:hush@127.0.0.1:1/0", "--null-model", "--model", str(null_folder), "--port", port
-    )
+def test_a_server_that_does_not_answer_fails_once_and_the_rest_is_still_looked_at(null: tuple[str, ...]) -> None:
+    code, found = rows(*null, "--redis-url", "redis://:hush@127.0.0.1:1/0")
     assert code == 1
-    assert "✗  server" in table
-    assert "hush" not in table
-    assert "✓  port" in table
+    assert found["server"]["state"] == "fail"
+    assert "is it running" in found["server"]["advice"]
+    assert "hush" not in json.dumps(found)
+    assert found["port"]["state"] == "ok"
+    assert found["eviction"] == found["dead letters"] == {}, "skipped, and named as skipped"
 
 
-def test_segments_of_dead_workers_are_counted_and_those_in_use_are_not(tmp_path: Path) -> None:
-    with (tmp_path / "prelay-test.kv").open("wb") as owner:
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        assert doctor._segments(tmp_path).found == "1 in use, none left over"
-    check = doctor._segments(tmp_path)
-    assert (check.state, check.found) == ("warn", "1 left by a crash: prelay-test.kv")
+def test_beside_a_running_fleet_it_looks_at_that_ones_server_and_finds_nothing_left_over(
+    null: tuple[str, ...], tmp_path: Path, null_folder: Path
+) -> None:
+    """Under load, so that jobs move while they are looked at."""
+    arguments = ("--null-model", "--model", str(null_folder), "--served-model-name", "null")
+    serve = Serve(*arguments, state=tmp_path / "state")
+    try:
+        serve.until_ready()
+        with asked_all_the_time(serve.url) as answers:
+            code, found = rows(*null[:3], "--state-dir", str(serve.state), "--port", str(serve.port))
+    finally:
+        serve.close()
+    assert code == 0, found
+    assert all(row["state"] == "ok" for name, row in found.items() if name != "environment"), found
+    assert f"of the running prelay serve, {serve.state}/server/redis.sock" in found["server"]["found"]
+    assert f"(pid {serve.process.pid})" in found["state directory"]["found"]
+    assert "is the running prelay serve's, which is ready" in found["port"]["found"]
+    assert "2 live worker(s)" in found["fleets"]["found"]
+    assert found["dead letters"]["found"] == "none"
+    assert len(answers) > 20
+    assert set(answers) == {200}, "looking at it disturbs nobody"
+
+
+@contextlib.contextmanager
+def asked_all_the_time(url: str) -> Iterator[list[int]]:
+    """Four clients that ask short questions without a pause; the status of each answer."""
+    answers: list[int] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        body = {"model": "null", "prompt": words((1, 2, 3)), "max_tokens": 10}
+        with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+            while not stop.is_set():
+                answers.append(client.post("/v1/completions", json=body).status_code)
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask) for _ in range(4)]
+        try:
+            until(lambda: len(answers) > 20, "questions are answered")
+            yield answers
+        finally:
+            stop.set()
+        for one in asking:
+            one.result()
+
+
+# --- one visit to a server
+
+
+def visit(server: Server) -> Visit:
+    return examine(server.url, "here", "fleet")
+
+
+def test_a_visit_finds_out_everything_and_leaves_nothing(own_server: Server) -> None:
+    found = visit(own_server)
+    assert (found.about.role, found.scripts, found.moved) == ("master", "", "")
+    assert found.config["appendfsync"] == "always"
+    assert abs(found.ahead_s) < 0.5, "one clock"
+    assert len(found.trips_ms) == 20
+    assert own_server.client.dbsize() == 0
+
+
+def test_a_replica_is_seen_and_named_with_its_master(own_server: Server) -> None:
+    own_server.client.replicaof("127.0.0.1", "1")
+    found = visit(own_server)
+    assert found.about.role == "slave"
+    assert (found.info["master_host"], found.info["master_port"]) == ("127.0.0.1", 1)
+
+
+def test_a_user_that_may_not_run_scripts_fails_and_one_that_may_not_scan_is_told_so(own_server: Server) -> None:
+    own_server.client.acl_setuser("mute", True, passwords=["+pw"], keys=["*"], commands=["+@all", "-evalsha"])
+    found = examine(f"unix://mute:pw@{own_server.socket}", "here", "fleet")
+    assert scripts(found).state == "fail"
+    assert "evalsha" in scripts(found).found
+    few = ["+@all", "-scan", "-config"]
+    own_server.client.acl_setuser("blind", True, passwords=["+pw"], keys=["*"], commands=few)
+    found = examine(f"unix://blind:pw@{own_server.socket}", "here", "fleet")
+    assert (found.scripts, found.config, found.looks) == ("", {}, None)
+    assert "scan" in found.no_looks
+
+
+def test_a_wrong_password_is_one_line_without_it(own_server: Server) -> None:
+    own_server.client.config_set("requirepass", "right")
+    with pytest.raises(ServerError, match="password") as refused:
+        examine(f"unix://:wrong-secret@{own_server.socket}", "here", "fleet")
+    assert "secret" not in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_server_that_does_not_keep_the_flags_of_scripts_is_found_out(
+    own_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No real one is so: the script that must be refused is given without its flag."""
+    monkeypatch.setattr("prelay.doctor.examine.LIAR", LIAR.replace(" flags=no-writes", ""))
+    assert "does not keep script flags" in visit(own_server).scripts
+    until(lambda: own_server.client.dbsize() == 0, "even then nothing stays")
+
+
+@pytest.fixture
+def cluster_of_two() -> Iterator[tuple[Server, Server]]:
+    """Two nodes that know each other: the first has the lower half of the slots, the second the upper."""
+    with contextlib.ExitStack() as stack:
+        nodes, buses = [], []
+        for _ in range(2):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bed-"))
+            port, bus = str(free_port()), str(free_port())
+            options = ("--cluster-enabled", "yes", "--bind", "127.0.0.1", "--port", port, "--cluster-port", bus)
+            node = make_server("valkey", Path(folder), *options)
+            stack.callback(node.close)
+            node.start()
+            nodes.append(node)
+            buses.append((port, bus))
+        first, second = nodes
+        first.client.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "8191")
+        second.client.execute_command("CLUSTER", "ADDSLOTSRANGE", "8192", "16383")
+        first.client.execute_command("CLUSTER", "MEET", "127.0.0.1", *buses[1])
+        for node in nodes:
+            asked = node.client.execute_command
+            until(lambda asked=asked: b"cluster_state:ok" in asked("CLUSTER", "INFO"), "the cluster is up")
+        yield first, second
+
+
+def fleet_in(low: bool) -> str:
+    names = (f"fleet{number}" for number in range(100))
+    return next(name for name in names if (key_slot(Keys(name).queued.encode()) < 8192) is low)
+
+
+def test_a_cluster_does_while_the_node_has_the_fleets_slot_and_fails_where_another_has_it(
+    cluster_of_two: tuple[Server, Server],
+) -> None:
+    first, second = cluster_of_two
+    here = examine(first.url, "here", fleet_in(low=True))
+    assert (cluster(here).state, here.moved, here.scripts) == ("warn", "", "")
+    elsewhere = examine(first.url, "here", fleet_in(low=False))
+    port = second.client.config_get("port")["port"]
+    assert elsewhere.moved == f"127.0.0.1:{port}"
+    assert cluster(elsewhere).state == "fail"
