@@ -191,7 +191,7 @@ def forget_what_ended(here: Site) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_twenty_thousand_small_jobs_leave_no_trace(own_server: Server) -> None:
     """safe-decoder#329: a little is kept of each job, in the server, in shared memory, in some process.
 
