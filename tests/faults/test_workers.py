@@ -77,6 +77,7 @@ def test_a_worker_frozen_for_more_than_its_lease_is_refused_when_it_wakes(fleet:
 
 @pytest.mark.slow
 def test_a_prefill_of_four_leases_runs_once(shared_server: Server) -> None:
+    """bullmq#3183: a job that takes longer than its lock is taken for stalled, and run a second time."""
     prompt, seconds = 40, 4 * TIMES.lease_ms / 1000
     with null_fleet(shared_server, null=NullModel(prefill_ms_per_token=1000 * seconds / prompt)) as fleet:
         fleet.start(Role.PREFILL)
@@ -113,6 +114,7 @@ def test_a_worker_whose_model_hangs_loses_its_jobs_though_its_threads_live(share
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("role", [Role.PREFILL, pytest.param(Role.DECODE, marks=pytest.mark.slow)])
 def test_a_poisonous_prompt_alone_is_given_up_and_its_neighbours_are_right(shared_server: Server, role: Role) -> None:
+    """sidekiq#4633: a job that aborts its process is fetched again for ever, and takes its neighbours along."""
     poison = 999
     with null_fleet(shared_server, null=DIVERGENT) as fleet:
         for each in (Role.PREFILL, Role.DECODE):
