@@ -56,6 +56,7 @@ class Session:
             self._links.tokenizer,
             sampling.stop,
             stop_token_ids=sampling.stop_token_ids,
+            min_tokens=sampling.min_tokens,
             continues=continues_text(part.prompt_ids, self._links.tokenizer),
         )
         return Choice(

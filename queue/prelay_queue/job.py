@@ -48,6 +48,13 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0  # 0 is off
+    repetition_penalty: float = 1.0  # over prompt and answer; 1 is off
+    presence_penalty: float = 0.0  # over the answer, as the next one
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids in a row that must not come
+    min_tokens: int = 0  # before so many tokens, neither an end token nor a stop ends the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,8 @@ class JobSpec:
             sampling = data.pop("sampling")
             sampling["stop"] = tuple(sampling["stop"])
             sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+            sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling.get("logit_bias", ()))
+            sampling["bad_words"] = tuple(map(tuple, sampling.get("bad_words", ())))
             spec = cls(
                 id=data["id"],
                 prompt_ids=tuple(data["prompt_ids"]),
@@ -90,13 +99,24 @@ def _check_types(spec: JobSpec) -> None:
     """Raise TypeError for what would only fail inside a worker's step, where it takes the whole batch along."""
     sampling = spec.sampling
     texts = (spec.id, *sampling.stop)
-    integers = (sampling.max_tokens, sampling.top_k, sampling.seed, *sampling.stop_token_ids, *spec.prompt_ids)
+    integers = (
+        sampling.max_tokens, sampling.top_k, sampling.seed, sampling.min_tokens,
+        *sampling.stop_token_ids, *spec.prompt_ids,
+        *(token for token, _ in sampling.logit_bias), *(token for word in sampling.bad_words for token in word),
+    )  # fmt: skip
+    numbers = (
+        sampling.temperature, sampling.top_p, sampling.min_p,
+        sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty,
+        *(bias for _, bias in sampling.logit_bias),
+    )  # fmt: skip
     if not all(isinstance(each, str) for each in texts):
         raise TypeError("id and stop must be strings")
     if not all(type(each) is int for each in integers):  # bool is an int to isinstance
-        raise TypeError("max_tokens, top_k, seed and token ids must be integers")
-    if not all(type(each) in (int, float) for each in (sampling.temperature, sampling.top_p)):
-        raise TypeError("temperature and top_p must be numbers")
+        raise TypeError("max_tokens, min_tokens, top_k, seed and token ids must be integers")
+    if not all(type(each) in (int, float) for each in numbers):
+        raise TypeError("temperature, top_p, min_p, penalties and biases must be numbers")
+    if not all(sampling.bad_words):
+        raise TypeError("a bad word must have a token")
     if type(sampling.ignore_eos) is not bool:
         raise TypeError("ignore_eos must be true or false")
 

@@ -41,11 +41,13 @@ class Assembler:
         stops: Sequence[str] = (),
         *,
         stop_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
         continues: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._min_tokens = min_tokens
         self._continues = continues
         self._sent = 0  # characters handed out
         self.delivered = 0
@@ -57,7 +59,11 @@ class Assembler:
         self._held = ""  # text that came in after the last delta
         self._safe_ids = 0  # how many ids the text that is safe to hand out rests on
         self._matcher = StopMatcher(
-            self._stops, self._tokenizer, stop_token_ids=self._stop_token_ids, continues=self._continues
+            self._stops,
+            self._tokenizer,
+            stop_token_ids=self._stop_token_ids,
+            min_tokens=self._min_tokens,
+            continues=self._continues,
         )
 
     @property

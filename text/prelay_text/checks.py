@@ -5,6 +5,7 @@ and gives the value back in the form the request keeps, or raises RequestError.
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Callable, Sized
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 from .errors import RequestError
 
 Check = Callable[[str, Any], Any]
+
+#: A token id as the key of an object.
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def show(value: object) -> str:
@@ -129,6 +133,23 @@ def token_ids(most: int | None = None) -> Check:
             if not is_int(item):
                 raise wrong_type(f"{name}[{index}]", "a token id (an integer)", item)
         return tuple(value)
+
+    return check
+
+
+def biases(most: int, low: float, high: float) -> Check:
+    """An object of up to `most` numbers in [low, high] by token id, which JSON writes as a string; kept as pairs."""
+    number_check = number(low, high)
+
+    def check(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+        if not isinstance(value, dict):
+            raise wrong_type(name, "an object of numbers by token id", value)
+        if len(value) > most:
+            raise too_many(name, most, value)
+        for key in value:
+            if not _TOKEN_ID.fullmatch(key):
+                raise wrong_value(f"a key of {name}", "a token id", key)
+        return tuple((int(key), number_check(f"{name}.{key}", bias)) for key, bias in value.items())
 
     return check
 

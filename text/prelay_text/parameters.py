@@ -28,6 +28,10 @@ class Route(Flag):
 MAX_STOPS, MAX_STOP_CHARS = 16, 512
 #: Stop token ids of one request.
 MAX_STOP_TOKEN_IDS = 64
+#: Words that must not come, and tokens whose logits are biased, of one request.
+MAX_BAD_WORDS, MAX_BIASES = 64, 1024
+#: More than this leaves nothing of the logits' order.
+MAX_REPETITION_PENALTY = 10
 #: Choices of one request.
 MAX_CHOICES = 16
 #: Entries of `metadata`, characters of a key and of a value: OpenAI's limits.
@@ -61,7 +65,6 @@ def _refused(name: str, why: str, *neutral: Any, route: Route = Route.BOTH) -> P
 
 _COMPLETION, _CHAT = Route.COMPLETION, Route.CHAT
 _NO_LOGPROBS = "is not implemented: probabilities are not reported"
-_NO_PENALTY = "is not implemented: the sampler knows no penalties"
 _NO_TOOLS = "is not implemented: this server calls no tools"
 _NO_STORE = "is not implemented: nothing is kept after the answer"
 _TEXT_ONLY = "is not implemented: the models served here read and write text"
@@ -81,6 +84,13 @@ PARAMETERS = (
     Parameter("stop", checks.one_or_many_texts(MAX_STOPS, MAX_STOP_CHARS), ()),
     Parameter("stop_token_ids", checks.token_ids(MAX_STOP_TOKEN_IDS), ()),
     Parameter("ignore_eos", checks.boolean, False),
+    Parameter("min_tokens", checks.integer(0), 0),
+    Parameter("min_p", checks.number(0, 1), 0.0),
+    Parameter("repetition_penalty", checks.number(0, MAX_REPETITION_PENALTY, above=True), 1.0),
+    Parameter("presence_penalty", checks.number(-2, 2), 0.0),
+    Parameter("frequency_penalty", checks.number(-2, 2), 0.0),
+    Parameter("logit_bias", checks.biases(MAX_BIASES, -100, 100), ()),
+    Parameter("bad_words", checks.one_or_many_texts(MAX_BAD_WORDS, MAX_STOP_CHARS), ()),
     Parameter("stream", checks.boolean, False),
     Parameter("stream_options", messages.stream_options, False),
     # Accepted without effect
@@ -92,12 +102,6 @@ PARAMETERS = (
     _refused("best_of", "is not implemented: choices are not ranked, use n", 1, route=_COMPLETION),
     _refused("logprobs", _NO_LOGPROBS, False),
     _refused("top_logprobs", _NO_LOGPROBS, 0, route=_CHAT),
-    _refused("logit_bias", "is not implemented: the sampler knows no bias", {}),
-    _refused("presence_penalty", _NO_PENALTY, 0),
-    _refused("frequency_penalty", _NO_PENALTY, 0),
-    _refused("repetition_penalty", _NO_PENALTY, 1),
-    _refused("min_p", "is not implemented: use top_p", 0),
-    _refused("min_tokens", "is not implemented: use ignore_eos", 0),
     _refused("skip_special_tokens", "is not implemented: special tokens are never shown", True),
     _refused("tools", _NO_TOOLS, [], route=_CHAT),
     _refused("tool_choice", _NO_TOOLS, "none", "auto", route=_CHAT),

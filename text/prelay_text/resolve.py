@@ -52,11 +52,23 @@ def resolve(
     """
     ids = prompt_ids(request, tokenizer)
     _check_ids("stop_token_ids", request.stop_token_ids, tokenizer)
+    _check_ids("logit_bias", tuple(token for token, _ in request.logit_bias), tokenizer)
     max_tokens = _room(request, len(ids), limits)
+    if request.min_tokens > max_tokens:
+        message = f"min_tokens is {request.min_tokens}, more than the {max_tokens} tokens that the answer may have"
+        raise RequestError(message, param="min_tokens", code="invalid_value")
+    bad_words = _bad_words(request.bad_words, tokenizer)
     seed = spare_seed if request.seed is None else request.seed
     return [
-        JobPart(choice, ids, _sampling(request, max_tokens, choice_seed(seed, choice))) for choice in range(request.n)
+        JobPart(choice, ids, _sampling(request, max_tokens, choice_seed(seed, choice), bad_words))
+        for choice in range(request.n)
     ]
+
+
+def _bad_words(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word's ids as it stands at the beginning of a text, and as it stands after a space."""
+    found = (tuple(tokenizer.encode(form)) for word in words for form in (word, f" {word.lstrip()}"))
+    return tuple(dict.fromkeys(ids for ids in found if ids))
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -107,7 +119,9 @@ def _room(request: CompletionRequest | ChatRequest, prompt: int, limits: Limits)
     return room if wanted is None else wanted
 
 
-def _sampling(request: CompletionRequest | ChatRequest, max_tokens: int, seed: int) -> Sampling:
+def _sampling(
+    request: CompletionRequest | ChatRequest, max_tokens: int, seed: int, bad_words: tuple[tuple[int, ...], ...]
+) -> Sampling:
     return Sampling(
         max_tokens=max_tokens,
         temperature=request.temperature,
@@ -117,4 +131,11 @@ def _sampling(request: CompletionRequest | ChatRequest, max_tokens: int, seed: i
         stop=request.stop,
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=request.logit_bias,
+        bad_words=bad_words,
+        min_tokens=request.min_tokens,
     )

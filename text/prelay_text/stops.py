@@ -99,6 +99,8 @@ class StopMatcher:
     token gives no text; text that spells it out matches too. A longer string around a special token
     matches only as text.
 
+    What the first `min_tokens` tokens complete does not count; what a later one completes does, wherever it begins.
+
     `text` is what the last push added to the text: settled, or up to and beyond the match it found.
     """
 
@@ -108,8 +110,10 @@ class StopMatcher:
         tokenizer: Tokenizer,
         *,
         stop_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
         continues: bool = False,
     ) -> None:
+        self._deaf = min_tokens  # so many tokens from now on end nothing
         self._detokenizer = Detokenizer(tokenizer, continues=continues)
         self._scanner = StopScanner(stops)
         self._ends: dict[int, str | None] = dict.fromkeys(stop_token_ids)
@@ -134,16 +138,21 @@ class StopMatcher:
         if self.match is not None:
             self.text = ""
             return self.match
-        if token in self._ends:
+        deaf, self._deaf = self._deaf > 0, max(0, self._deaf - 1)
+        if token in self._ends and not deaf:
             return self._end(self._ends[token])
         self.text = self._detokenizer.push(token)
-        self.match = self._scanner.scan(self.text)
+        self.match = self._heard(self._scanner.scan(self.text), deaf)
         pending = self._detokenizer.pending
         if self.match is None and pending:
-            self.match = self._scanner.peek(pending)
+            self.match = self._heard(self._scanner.peek(pending), deaf)
             if self.match is not None:
                 self.text += pending
         return self.match
+
+    @staticmethod
+    def _heard(match: StopMatch | None, deaf: bool) -> StopMatch | None:
+        return None if deaf else match
 
     def finish(self) -> StopMatch | None:
         """No token follows: what was incomplete comes out. It can complete a stop string only if that holds U+FFFD."""

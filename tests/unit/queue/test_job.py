@@ -23,6 +23,13 @@ samplings = st.builds(
     stop=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=4).map(tuple),
     stop_token_ids=st.lists(token_ids, max_size=4).map(tuple),
     ignore_eos=st.booleans(),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.1, 10),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.lists(st.tuples(token_ids, st.floats(-100, 100)), max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(token_ids, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    min_tokens=st.integers(0, 2**20),
 )
 specs = st.builds(
     JobSpec,
@@ -73,8 +80,11 @@ def test_a_spec_with_one_field_replaced_is_refused_or_still_well_typed(spec: Job
     assert type(s.seed) is int
     assert type(s.top_k) is int
     assert type(s.ignore_eos) is bool
-    assert isinstance(s.temperature, (int, float))
-    assert isinstance(s.top_p, (int, float))
+    assert type(s.min_tokens) is int
+    numbers = (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+    assert all(isinstance(number, (int, float)) for number in numbers)
+    assert all(type(token) is int and isinstance(bias, (int, float)) for token, bias in s.logit_bias)
+    assert all(word and all(type(token) is int for token in word) for word in s.bad_words)
     assert all(isinstance(word, str) for word in s.stop)
     assert all(type(token) is int for token in s.stop_token_ids)
 

@@ -56,6 +56,25 @@ def test_a_text_that_encodes_beyond_the_models_embedding_is_refused(model_folder
         parts(tokenizer, prompt="a Ġq")
 
 
+def test_a_bias_for_an_id_outside_the_vocabulary_is_refused_with_the_limit(byte_level: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"logit_bias\[1\] is 422, but token ids go from 0 to 421"):
+        parts(byte_level, prompt=(5,), logit_bias=((5, 1.0), (422, 1.0)))
+    assert parts(byte_level, prompt=(5,), logit_bias=((421, 1.0),))[0].sampling.logit_bias == ((421, 1.0),)
+
+
+def test_more_tokens_cannot_be_asked_for_than_there_may_be(byte_level: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="min_tokens is 5, more than the 4 tokens that the answer may have"):
+        parts(byte_level, prompt=(5,), max_tokens=4, min_tokens=5)
+    assert parts(byte_level, prompt=(5,), max_tokens=4, min_tokens=4)[0].sampling.min_tokens == 4
+
+
+def test_a_bad_word_is_banned_at_the_beginning_and_after_a_space(byte_level: Tokenizer) -> None:
+    (part,) = parts(byte_level, prompt=(5,), bad_words=("dog", " dog", "the"))
+    forms = [tuple(byte_level.encode(text)) for text in ("dog", " dog", "the", " the")]
+    assert part.sampling.bad_words == tuple(forms)
+    assert len(set(forms)) == 4
+
+
 def test_an_empty_prompt_is_refused_unless_the_tokenizer_starts_it(
     byte_level: Tokenizer, model_folder: Callable[..., Path]
 ) -> None:

@@ -111,6 +111,21 @@ def test_text_that_spells_out_a_special_token_matches_too(byte_level: Tokenizer)
     assert [matcher.push(token) for token in spelled][-1] == StopMatch(0, "<|end|>")
 
 
+@pytest.mark.parametrize(("least", "ends_at"), [(0, 0), (1, 1), (2, 2), (3, 3), (4, None)])
+def test_what_the_first_tokens_complete_does_not_count(byte_level: Tokenizer, least: int, ends_at: int | None) -> None:
+    letter, special = byte_level.token_id("x") or 0, byte_level.token_id("<|end|>") or 0
+    matcher = StopMatcher(["x"], byte_level, stop_token_ids=(special,), min_tokens=least)
+    ended = [matcher.push(token) is not None for token in (letter, special, letter, special)]
+    assert ended == [ends_at is not None and place >= ends_at for place in range(4)]
+
+
+def test_a_stop_that_begins_in_the_first_tokens_and_ends_after_them_counts(byte_level: Tokenizer) -> None:
+    ids = [byte_level.token_id(char) or 0 for char in "dog"]
+    for least, match in ((2, StopMatch(0, "dog")), (3, None)):
+        matcher = StopMatcher(["dog"], byte_level, min_tokens=least)
+        assert [matcher.push(token) for token in ids][-1] == match
+
+
 def test_nothing_changes_after_a_match(byte_level: Tokenizer) -> None:
     matcher = StopMatcher(["dog"], byte_level)
     for token in byte_level.encode("the dog"):

@@ -44,11 +44,14 @@ def test_everything_that_is_implemented_arrives() -> None:
     request = completion(
         prompt=[1, 2], max_tokens=7, n=3, temperature=0, top_p=0.5, top_k=4, seed=-5, stop=["a", "b", "a"],
         stop_token_ids=[9], ignore_eos=True, stream=True, stream_options={"include_usage": True}, user="u",
-        metadata={"k": "v"},
+        metadata={"k": "v"}, min_p=0.1, min_tokens=3, repetition_penalty=1.1, presence_penalty=-2, frequency_penalty=2,
+        logit_bias={"5": -100, "7": 0.5}, bad_words="x",
     )  # fmt: skip
     assert request == CompletionRequest(
         model="m", prompt=(1, 2), max_tokens=7, n=3, temperature=0.0, top_p=0.5, top_k=4, seed=-5, stop=("a", "b"),
         stop_token_ids=(9,), ignore_eos=True, stream=True, include_usage=True, user="u", metadata={"k": "v"},
+        min_p=0.1, min_tokens=3, repetition_penalty=1.1, presence_penalty=-2.0, frequency_penalty=2.0,
+        logit_bias=((5, -100.0), (7, 0.5)), bad_words=("x",),
     )  # fmt: skip
 
 
@@ -113,6 +116,17 @@ def test_null_means_the_default() -> None:
         ("metadata", [], "metadata must be an object of strings"),
         ("metadata", {"k": 1}, "metadata.k must be a string"),
         ("metadata", {str(i): "" for i in range(17)}, "up to 16 entries, not 17"),
+        ("min_p", 1.1, "a number from 0 to 1, not 1.1"),
+        ("min_tokens", -1, "an integer of at least 0, not -1"),
+        ("repetition_penalty", 0, "a number above 0 and at most 10, not 0"),
+        ("presence_penalty", 2.5, "a number from -2 to 2, not 2.5"),
+        ("frequency_penalty", -3, "a number from -2 to 2, not -3"),
+        ("logit_bias", [], "an object of numbers by token id, not list"),
+        ("logit_bias", {"5": 101}, "logit_bias.5 must be a number from -100 to 100, not 101"),
+        ("logit_bias", {"5": "1"}, "logit_bias.5 must be a number from -100 to 100, not str '1'"),
+        ("logit_bias", {str(i): 1 for i in range(1025)}, "up to 1024 entries, not 1025"),
+        ("bad_words", ["x"] * 65, "up to 64 entries, not 65"),
+        ("bad_words", [""], "bad_words[0] must be a string of 1 to 512 characters, not of 0"),
     ],
     ids=lambda value: repr(value)[:30] if not isinstance(value, int) or value < 2**64 else "huge",
 )
@@ -124,8 +138,7 @@ def test_a_wrong_value_is_named_with_its_limit(name: str, value: object, words: 
 
 
 REFUSED = {
-    "suffix": "x", "echo": True, "best_of": 2, "logprobs": 0, "top_logprobs": 3, "logit_bias": {"9999999": 1},
-    "presence_penalty": 0.1, "frequency_penalty": -1, "repetition_penalty": 1.1, "min_p": 0.1, "min_tokens": 3,
+    "suffix": "x", "echo": True, "best_of": 2, "logprobs": 0, "top_logprobs": 3,
     "skip_special_tokens": False, "tools": [{"type": "function"}], "tool_choice": "required",
     "parallel_tool_calls": False, "functions": [{}], "function_call": {"name": "f"},
     "response_format": {"type": "json_object"}, "modalities": ["text", "audio"], "audio": {}, "prediction": {},
@@ -150,6 +163,13 @@ def test_what_is_not_implemented_is_refused_by_name_unless_neutral(name: str) ->
         assert (error.param, error.code) == (name, "unsupported_parameter")
         assert f"{name} is not implemented" in error.message
         assert [call(**{name: value}) for value in (None, *row.neutral)] == [call()] * (1 + len(row.neutral))
+
+
+@pytest.mark.parametrize("key", ["", "-1", "x", "1.0", "12345678901"])
+def test_a_bias_is_for_a_token_id(key: str) -> None:
+    error = refusal(completion, logit_bias={key: 1})
+    assert error.param == "a key of logit_bias"
+    assert "must be a token id" in error.message
 
 
 def test_zero_is_not_false() -> None:

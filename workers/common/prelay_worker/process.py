@@ -77,12 +77,12 @@ def _matcher_factory(config: WorkerConfig) -> MatcherFactory:
     tokenizer = Tokenizer.load(config.model)
 
     def make(claim: Claim) -> Matcher | None:
-        stops = claim.spec.sampling.stop
-        if not stops:
+        sampling = claim.spec.sampling
+        if not sampling.stop:
             return None
         # The job alone decides it, so that worker and API see the same text.
         continues = continues_text(claim.spec.prompt_ids, tokenizer)
-        matcher = StopMatcher(stops, tokenizer, continues=continues)
+        matcher = StopMatcher(sampling.stop, tokenizer, min_tokens=sampling.min_tokens, continues=continues)
         for token in claim.ids:
             matcher.push(token)
         return matcher

@@ -49,6 +49,7 @@ class Engine:
         self._model = model
         self._kv = kv
         self._config = config
+        self._ends = tuple(sorted(model.eos_ids))
         self._entries: dict[str, _Entry] = {}
         #: Positions that went through the model, since the start.
         self.computed_tokens = 0
@@ -201,8 +202,11 @@ class Engine:
                 wanted.append(len(ids) - 1)
         self.computed_tokens += len(ids)
         logits = self._model.forward(self._kv, spans, ids, wanted)
-        draws = [Draw(entry.sequence.sampling, len(entry.sequence.ids)) for entry in ending]
-        return ending, sample(logits, draws)
+        return ending, sample(logits, [self._draw(entry.sequence) for entry in ending])
+
+    def _draw(self, sequence: Sequence) -> Draw:
+        ids = sequence.ids
+        return Draw(sequence.sampling, len(ids), sequence.prompt_ids, ids, self._ends)
 
     def _apply(self, entry: _Entry, token: int) -> NewToken:
         sequence = entry.sequence

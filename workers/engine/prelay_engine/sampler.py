@@ -17,6 +17,8 @@ import torch
 
 from prelay_queue.job import Sampling
 
+from .shaping import shaped, shapes
+
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
@@ -32,10 +34,16 @@ _BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What is to be drawn for one row of logits: the token at `seq` of an answer."""
+    """What is to be drawn for one row of logits: the token at `seq` of an answer.
+
+    The ids so far and the model's own end tokens matter only to settings that shape the logits.
+    """
 
     sampling: Sampling
     seq: int
+    prompt_ids: Rows[int] = ()
+    ids: Rows[int] = ()
+    ends: Rows[int] = ()
 
 
 def uniform(seed: int, seq: int) -> float:
@@ -56,6 +64,8 @@ def sample(logits: torch.Tensor, draws: Rows[Draw]) -> list[int]:
 
 def _one(row: Floats, draw: Draw) -> int:
     sampling = draw.sampling
+    if shapes(sampling):
+        row = shaped(row, sampling, draw.prompt_ids, draw.ids, draw.ends)
     best = int(np.argmax(row))  # of equals the first; a NaN is the greatest of all
     peak = row[best]
     if not np.isfinite(peak):
@@ -66,6 +76,8 @@ def _one(row: Floats, draw: Draw) -> int:
     with np.errstate(over="ignore"):  # far below the peak: -inf, whose weight is 0
         weights /= np.float32(max(sampling.temperature, _COLDEST))
     np.exp(weights, out=weights)
+    if sampling.min_p > 0:
+        weights[weights < sampling.min_p] = 0  # the heaviest weighs 1
     point = uniform(sampling.seed, draw.seq)
     if sampling.top_k <= 0 and sampling.top_p >= 1:
         return _pick(weights, point)
