@@ -158,6 +158,8 @@ def test_workers_restarted_hundreds_of_times_leave_no_consumer_and_lose_no_entry
             until(lambda some=some: all(worker.id or worker.code is not None for worker in some))
             most = max(most, consumers(fleet))
             for worker in some:
+                worker.end()
+            for worker in some:
                 worker.stop()
                 fleet.workers.remove(worker)
                 fleet.ended.append(worker)
