@@ -164,6 +164,10 @@ class EmbeddedServer:
             client.close()
         return "ready"
 
+    def has_socket(self) -> bool:
+        """Whether a new connection finds it. True also where its directory is gone: a restart would not help then."""
+        return self.state.socket.exists() or not self.state.server.is_dir()
+
     def last_words(self) -> str:
         """Return the last line of the server's log that is not a greeting, and where the log is."""
         try:

@@ -33,6 +33,8 @@ from .supervisor import Supervisor
 
 #: Time for a worker to give its jobs back, in seconds. It waits for no answer to finish: another worker goes on.
 WORKER_STOP_S = 15.0
+#: How often it is looked whether the server's socket is still there, in seconds.
+SOCKET_CHECK_S = 2.0
 #: What the API gets beyond its own grace before it is killed, in seconds.
 API_STOP_EXTRA_S = 5.0
 
@@ -113,11 +115,12 @@ class Fleet:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
         up = asyncio.create_task(self._bring_up())
+        guard = asyncio.create_task(self._guard_socket())
         stop = asyncio.create_task(self._stop.wait())
         try:
             await self._watch(up, stop)
         finally:
-            for task in (up, stop):
+            for task in (up, stop, guard):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, CliError):
                     await task
@@ -173,6 +176,19 @@ class Fleet:
         self.report.step(f"server {info.kind} {info.version} ({where})")
         for warning in info.warnings():
             self.report.warn(warning)
+
+    async def _guard_socket(self) -> None:
+        """Restart the server when its socket was deleted: without it no new process ever reaches the queue."""
+        server, before = self.plan.server, None
+        while server is not None:
+            await asyncio.sleep(SOCKET_CHECK_S)
+            keeper = self._supervisor.keepers.get("server")
+            child = keeper.child if keeper is not None and not server.has_socket() else None
+            if child is not None and child is before:  # it had the time to make one
+                self.report.warn(f"{server.state.socket} was deleted: the server starts again")
+                child.send(signal.SIGTERM)
+                await child.wait()
+            before = child
 
     def _say_ready(self) -> None:
         sizes, (prefill, decode, unified) = self.plan.sizes, self.plan.settings.counts()

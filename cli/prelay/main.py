@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -187,7 +188,8 @@ _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"prelay: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody is there to read it: the code says it too
+        print(f"prelay: {message}", file=sys.stderr, flush=True)
     return code
 
 
@@ -210,6 +212,6 @@ def _hide_password(arguments: list[str]) -> None:
 
 
 def run() -> None:
-    """Entry point of the console script."""
+    """Run what the command line says, and exit."""
     _hide_password(sys.argv[1:])
     sys.exit(main(sys.argv[1:]))

@@ -16,14 +16,26 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue")
 Tell = Callable[[str, float], None]
 
 
+class _Console(Console):
+    """Rich's own ends the program when the reader of its output is gone."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class Report:
-    """Steps that are done, one line that says what is waited for, and the children's lines between them."""
+    """Steps that are done, one line that says what is waited for, and the children's lines between them.
+
+    Nobody need read it: when the terminal is closed or the reader of a pipe ends, it falls silent for good. What it
+    reports on goes on.
+    """
 
     def __init__(self) -> None:
-        self.console = Console(file=sys.stderr, highlight=False)
+        self.console = _Console(file=sys.stderr, highlight=False)
         self._status: Status | None = None
         self._waiting_for = ""
         self._names: list[str] = []
+        self._heard = True
 
     def step(self, text: str) -> None:
         self._print(Text.assemble(("✓ ", "bold green"), text))
@@ -48,21 +60,34 @@ class Report:
         self._waiting_for = text
         if not self.console.is_terminal:
             self.say(f"… {text}")
-        elif self._status is None:
-            self._status = self.console.status(Text(text))
-            self._status.start()
-        else:
-            self._status.update(Text(text))
+            return
+        with self._if_heard():
+            if self._status is None:
+                self._status = self.console.status(Text(text))
+                self._status.start()
+            else:
+                self._status.update(Text(text))
 
     def settled(self) -> None:
         """Nothing is waited for any more."""
         self._waiting_for = ""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        status, self._status = self._status, None
+        if status is not None:
+            with self._if_heard():
+                status.stop()
 
     def _print(self, text: Text) -> None:
-        self.console.print(text, soft_wrap=True)
+        if self._heard:
+            with self._if_heard():
+                self.console.print(text, soft_wrap=True)
+
+    @contextmanager
+    def _if_heard(self) -> Iterator[None]:
+        """Output that cannot be written says nothing about the work."""
+        try:
+            yield
+        except (OSError, ValueError):  # ValueError: the file is closed
+            self._heard = False
 
     @contextmanager
     def progress(self) -> Iterator[Tell]:

@@ -79,8 +79,6 @@ class Supervisor:
                 await self._run_once(keeper)
         except CliError as error:
             self._give_up(keeper.spec, error)
-        except OSError as error:
-            self._give_up(keeper.spec, ChildFailed(f"{keeper.spec.name} cannot be started: {error}"))
 
     async def _run_once(self, keeper: Keeper) -> None:
         """1 prepare, 2 start, 3 wait for its end, 4 tell and judge, 5 wait and try again. Ends it when unwanted."""
@@ -88,7 +86,10 @@ class Supervisor:
         if spec.before_start is not None and not await _unless(keeper.unwanted, spec.before_start()):
             return
         begun = time.monotonic()
-        child = keeper.child = await Child.start(spec, self._sink)
+        try:
+            child = keeper.child = await Child.start(spec, self._sink)
+        except OSError as error:
+            raise ChildFailed(f"{spec.name} cannot be started: {error}") from None
         if not await _unless(keeper.unwanted, child.wait()):
             await self._end(child)
             return

@@ -13,7 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 
 from prelay.segments import segment_files
@@ -43,6 +45,21 @@ class Serve:
         self.process = subprocess.Popen(
             [*command, *arguments], env=environment(**variables), stdout=self._log, stderr=self._log, text=True
         )
+
+    @classmethod
+    def watch(cls, process: subprocess.Popen[Any], state: Path, port: int) -> Serve:
+        """The same for one that is started already, whose output goes elsewhere."""
+        serve = cls.__new__(cls)
+        serve.port, serve.url, serve.state, serve.process = port, f"http://127.0.0.1:{port}", state, process
+        serve._pids = set()
+        serve._log = tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log")  # noqa: SIM115 - lives as long
+        return serve
+
+    def is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
 
     @property
     def log(self) -> str:

@@ -266,3 +266,37 @@ def test_sigterm_while_the_model_is_being_prepared_leaves_at_once(tmp_path: Path
             _, errors = process.communicate(timeout=30)
             assert process.returncode == exit_code
             assert b"Traceback" not in errors
+
+
+def test_a_deleted_socket_is_noticed_and_new_processes_reach_the_queue_again(fleet: Serve) -> None:
+    (fleet.state / "server" / "redis.sock").unlink()
+    fleet.wait_for("was deleted: the server starts again", timeout_s=30)
+    until((fleet.state / "server" / "redis.sock").exists, "the socket", 30)
+    worker = fleet.children()["decode"]
+    worker.kill()
+    until(lambda: fleet.children().get("decode", worker).pid != worker.pid, "another worker", 30)
+    until(lambda: httpx.get(f"{fleet.url}/health/ready").status_code == 200, "ready", 60, lambda: fleet.log)
+    check_serves(fleet)
+
+
+@pytest.mark.parametrize("closes", ["terminal", "pipe"])
+def test_output_that_nobody_reads_any_more_disturbs_nothing(null_folder: Path, tmp_path: Path, closes: str) -> None:
+    """A closed window, a lost ssh session, `prelay serve 2>&1 | head`: a stop is ordered all the same."""
+    reading, writing = os.openpty() if closes == "terminal" else os.pipe()
+    state, port = tmp_path / "s", free_port()
+    command = [sys.executable, "-m", "prelay", "serve", "--null-model", "--model", str(null_folder)]
+    serve = subprocess.Popen(
+        [*command, "--state-dir", str(state), "--port", str(port)],
+        env=environment(), stdin=subprocess.DEVNULL, stdout=writing, stderr=writing, start_new_session=True,
+    )  # fmt: skip
+    os.close(writing)
+    found = Serve.watch(serve, state, port)
+    with ended(found):
+        until(lambda: found.is_ready(), "ready", 60)
+        os.close(reading)
+        worker = found.children()["decode"]
+        worker.kill()  # something to report
+        until(lambda: found.children().get("decode", worker).pid != worker.pid, "another worker", 30)
+        until(lambda: found.is_ready(), "ready again", 60)
+        assert found.stop(signal.SIGHUP) == 0
+        assert found.leftovers() == []
