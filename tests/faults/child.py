@@ -6,6 +6,7 @@ python -m tests.faults.child '{"role": "decode", …}'
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -65,6 +66,7 @@ def serve_forked(raw: str, faults: str, log: str, kind: str = "worker") -> None:
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
+    faulthandler.register(signal.SIGUSR1)
     failpoints.arm(faults)
     code = 1
     try:

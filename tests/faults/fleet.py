@@ -39,6 +39,8 @@ TIMES = QueueTimes(
 #: A frozen worker is continued after this long: its leases have ended and its jobs run elsewhere.
 THAW_S = TIMES.lease_ms / 1000 + 0.7
 NULL = NullModel(step_ms=2)
+#: What PTTL answers for a key that stays.
+_NO_END = -1
 
 
 @dataclass
@@ -200,7 +202,7 @@ class NullFleet:
     def check_nothing_left(self) -> None:
         """Stop the processes: they end well, and Redis holds the retained jobs and empty work streams only."""
         for process in self.processes:
-            process.send(signal.SIGTERM)
+            process.end()
         codes = [process.stop() for process in self.processes]
         assert codes == [0] * len(codes), f"{codes}\n{self.logs()}"
         dead = {str(process.pid) for process in self.ended}
@@ -215,10 +217,10 @@ class NullFleet:
             assert self.redis.xlen(raw) == 0, key
             assert all(group["pending"] == 0 for group in self.redis.xinfo_groups(raw)), key
         elif kind in ("job", "log"):
-            assert self.redis.pttl(raw) > 0, key
+            assert self.redis.pttl(raw) != _NO_END, key
         elif kind in ("worker", "ctl", "live"):
-            assert rest.split(":")[1] in dead, key
-            assert self.redis.pttl(raw) > 0, key
+            assert rest.split(":")[1] in dead, f"{key}\n{self.logs()}"
+            assert self.redis.pttl(raw) != _NO_END, key
         elif kind in ("workers", "apis"):
             names = {text(name) for name in self.redis.zrange(raw, 0, -1)} - {"api:t"}  # the clients of `submit`
             assert {name.split(":")[1] for name in names} <= dead
@@ -233,7 +235,7 @@ class NullFleet:
         self.check_nothing_left()
 
     def logs(self) -> str:
-        return "\n".join(f"--- {worker!r}\n{worker.log[-3000:]}" for worker in (*self.ended, *self.processes))
+        return "\n".join(f"--- {worker!r}\n{worker.log[-8000:]}" for worker in (*self.ended, *self.processes))
 
     def close(self) -> None:
         for process in self.processes:

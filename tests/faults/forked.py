@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -10,8 +11,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-
-import psutil
 
 from prelay_api.config import ApiConfig
 from prelay_worker.config import WorkerConfig
@@ -34,6 +33,8 @@ class Forked:
 
     def __init__(self, kind: str, config: WorkerConfig | ApiConfig, faults: str, folder: Path) -> None:
         self.frozen_at: float | None = None
+        self._told = False
+        self._said: dict[str, str] = {}
         self.role = kind
         self.log_path = folder / f"{kind}-{next(_numbers)}.log"
         entry = "api" if isinstance(config, ApiConfig) else "worker"
@@ -59,20 +60,22 @@ class Forked:
         return self.log_path.read_text() if self.log_path.exists() else ""
 
     def said(self, pattern: str) -> str:
-        """The first group of the first match of `pattern` in the output, "" before it is said."""
-        found = re.search(pattern, self.log)
-        return found[1] if found else ""
+        """The first group of the first match of `pattern` in the output, "" before it is said. Asked for often."""
+        if pattern not in self._said and (found := re.search(pattern, self.log)):
+            self._said[pattern] = found[1]
+        return self._said.get(pattern, "")
 
     @property
     def frozen(self) -> bool:
         try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
-        except psutil.NoSuchProcess:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except (FileNotFoundError, ProcessLookupError):
             return False
 
     def send(self, number: int) -> None:
         if self.code is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
+                os.kill(self.pid, number)
 
     def struck(self, point: str) -> bool:
         """Did the fault at this point happen?"""
@@ -89,11 +92,19 @@ class Forked:
         self.send(signal.SIGKILL)
         assert self.wait(10)
 
-    def stop(self, timeout_s: float = 15) -> int | None:
+    def end(self) -> None:
+        """Tell it to end, once: a second SIGTERM may come when Python has already let go of the signal."""
+        if not self._told:
+            self._told = True
+            self.send(signal.SIGTERM)
+            self.send(signal.SIGCONT)
+
+    def stop(self, timeout_s: float = 30) -> int | None:
         """SIGTERM, wait, and return the exit code; one that stays is killed, and None is returned."""
-        self.send(signal.SIGCONT)
-        self.send(signal.SIGTERM)
+        self.end()
         if not self.wait(timeout_s):
+            self.send(signal.SIGUSR1)  # faulthandler says where it stands
+            self.wait(1)
             self.kill()
             return None
         return self.code

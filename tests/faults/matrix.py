@@ -21,7 +21,7 @@ from tests.faults.forked import ApiProcess, Forked
 from tests.faults.web import WebFleet, web_fleet
 
 #: Fleets that run at the same time.
-AT_ONCE = 8
+AT_ONCE = 6
 #: A thread that sleeps for more than a lease, while the others of its process go on.
 PAUSE = f"pause:{TIMES.lease_ms / 1000 + 0.5}"
 ACTIONS = {"die": "die", "freeze": "stop", "pause": PAUSE, "lost": "lost"}
@@ -72,8 +72,8 @@ def all_at_once(run: Callable[..., None], cases: Sequence[tuple[Any, ...]]) -> N
     with ThreadPoolExecutor(AT_ONCE) as pool:
         running = {case: pool.submit(run, *case) for case in cases}
     failed = {case: one.exception() for case, one in running.items() if one.exception() is not None}
-    report = "\n\n".join(f"=== {case}\n{type(error).__name__}: {error}" for case, error in failed.items())
-    assert not failed, f"{len(failed)} of {len(cases)}: {list(failed)}\n{report}"
+    report = "\n\n".join(f"=== {case[1:]}\n{type(error).__name__}: {error}" for case, error in failed.items())
+    assert not failed, f"{len(failed)} of {len(cases)}: {[case[1:] for case in failed]}\n{report}"
 
 
 # Bringing a process to a point.

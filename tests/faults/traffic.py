@@ -50,7 +50,7 @@ class _Leaver(Stream):
 
     def take(self, frame: Frame) -> None:
         Stream.take(self, frame)
-        if len(self.frames) > 5:
+        if len(self.frames) > 5 and not self.done:
             raise _Left
 
 

@@ -42,13 +42,15 @@ class Log:
 class WebFleet(NullFleet):
     """Workers, API processes and their supervisor; `ask` begins the traffic, `finish` ends and checks everything.
 
-    `lossy`: Redis loses data in this case, so answers may end in `diverged`, and logs be gone.
+    `lossy`: Redis loses data in this case, so logs may be gone, or built anew from what clients have.
+    `diverging`: answers may end in `diverged`, which is said for what nobody can know any more.
     `refusals`: requests may be refused with 503 (Redis is away, or an API process was told so).
     """
 
     apis: list[ApiProcess] = field(default_factory=list)
     traffic: Traffic | None = None
     lossy: bool = False
+    diverging: bool = False
     refusals: bool = False
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class WebFleet(NullFleet):
             else:
                 thaw(api)
 
-    def wait(self, what: Callable[[], Any], timeout_s: float = 30, tend: bool = True) -> None:
+    def wait(self, what: Callable[[], Any], timeout_s: float = 60, tend: bool = True) -> None:
         """Supervise until `what` is true."""
         deadline = time.monotonic() + timeout_s
         while not what():
@@ -86,7 +88,7 @@ class WebFleet(NullFleet):
             with contextlib.suppress(QueueUnavailable, RedisError):
                 self.nudge()
             assert time.monotonic() < deadline, f"never became true: {what}\n{self.report()}"
-            time.sleep(0.02)
+            time.sleep(0.04)
 
     # Clients.
 
@@ -97,7 +99,7 @@ class WebFleet(NullFleet):
 
     def _pick(self, n: int) -> ApiProcess | None:
         apis = [api for api in self.apis if api.url]
-        return apis[n % len(apis)] if apis else None
+        return apis[(n + n // len(Shape)) % len(apis)] if apis else None  # each shape at each of them
 
     def evict(self, api: ApiProcess | None = None, worker: Forked | None = None) -> None:
         """Ask the workers, as an operator does, to give up what they run (for clients of `api`; in `worker`)."""
@@ -107,6 +109,11 @@ class WebFleet(NullFleet):
             if owner and theirs and (worker is None or owner == worker.id):
                 command = orjson.dumps({"op": "preempt", "id": text(raw), "ep": 0})
                 self.redis.xadd(self.keys.control(owner), {"c": command})
+
+    def frames_heard(self) -> int:
+        """Frames that clients have heard so far."""
+        assert self.traffic is not None
+        return sum(len(ask.heard.frames) for ask in self.traffic.asks)
 
     # What must hold in the end.
 
@@ -145,7 +152,7 @@ class WebFleet(NullFleet):
         allowed = {
             End.BROKEN: ask.api in self.ended,
             End.REFUSED: self.refusals,
-            End.FAILED: self.lossy and ask.code == "diverged",
+            End.FAILED: self.diverging and ask.code == "diverged",
         }
         assert ask.end is not None
         assert allowed.get(ask.end, True), f"it ended as {ask.end}"
@@ -155,8 +162,10 @@ class WebFleet(NullFleet):
 
     def _check_log(self, ask: Ask, job: str, heard: list[int]) -> None:
         """What was heard is what stands."""
-        log = self._read(job)
-        if log is None or (self.lossy and ask.end is not End.WHOLE):
+        if self.lossy and (self.diverging or ask.end is not End.WHOLE):
+            return  # a job that came back after its client's end has gone another way since
+        log = self.read(job)
+        if log is None:
             assert self.lossy, f"{job} is gone"
             return
         assert log.ids[: len(heard)] == heard, f"{job} has {log.ids}, its client heard {heard}"
@@ -180,7 +189,7 @@ class WebFleet(NullFleet):
             salt = log.epochs[-1] if self.null.divergent else None
             assert log.ids[-1] == null_token((*prompt, *log.ids[:-1]), salt, WORDS)
 
-    def _read(self, job: str) -> Log | None:
+    def read(self, job: str) -> Log | None:
         """The log of an ended job; None when there is none. Its tokens are contiguous and it has one end."""
         entries: Any = self.redis.xrange(self.keys.log(job))
         if not entries:
@@ -195,7 +204,18 @@ class WebFleet(NullFleet):
         asks = self.traffic.asks if self.traffic else []
         kinds = {str(end): sum(ask.end is end for ask in asks) for end in (None, *End)}
         waiting = [(ask.shape, ask.id, len(ask.heard.frames)) for ask in asks if ask.end is None]
-        return f"asks: {kinds}, open: {waiting}\n{self.logs()}"
+        return f"asks: {kinds}, open: {waiting}\n{self._queue_report()}\n{self.logs()}"
+
+    def _queue_report(self) -> str:
+        """Jobs that are not over, work streams and heartbeats."""
+        try:
+            jobs = [self.redis.hgetall(key) for key in self.redis.keys(self.keys.job("*"))]
+            open_jobs = [{k: v for k, v in job.items() if k != b"spec"} for job in jobs if job[b"st"] != b"done"]
+            streams = self.redis.keys(f"{self.keys.prefix}work:*")
+            work = {name: (self.redis.xlen(name), self.redis.xinfo_groups(name)) for name in streams}
+            return f"now: {self.now_ms()}, jobs: {open_jobs}\nwork: {work}\nworkers: {self.status()}"
+        except RedisError as error:
+            return f"no queue: {error}"
 
     def close(self) -> None:
         for process in self.processes:
