@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prelay_queue import __version__
 from prelay_queue.errors import QueueError, QueueFull, QueueUnavailable
@@ -38,12 +39,27 @@ def create_app(service: Service) -> FastAPI:
             service.begin_closing()
             await service.stop()
 
-    app = FastAPI(title="Prelay", description=_DESCRIPTION, version=__version__, lifespan=lifespan)
+    app = FastAPI(
+        title="Prelay", description=_DESCRIPTION, version=__version__, lifespan=lifespan, redirect_slashes=False
+    )
     app.state.service = service
+    app.add_middleware(HeadIsGet)
     for part in (completions, models, health, admin):
         app.include_router(part.router)
     _add_handlers(app)
     return app
+
+
+class HeadIsGet:
+    """Answers HEAD, which load balancers ask with, as GET; the server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 def _add_handlers(app: FastAPI) -> None:

@@ -119,6 +119,16 @@ def test_an_unknown_path_or_method_is_told_in_the_same_shape(quiet_api: Api) -> 
     assert wrong.status_code == 405
     assert "GET" in error_of(wrong)["message"]
     assert wrong.headers["allow"] == "POST"
+    slash = get(f"{quiet_api.url}{COMPLETIONS}/")
+    assert slash.status_code == 404
+    assert f"{COMPLETIONS}/" in error_of(slash)["message"]
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/v1/models", "/v1/nothing"])
+def test_a_head_is_answered_as_a_get_without_its_body(quiet_api: Api, path: str) -> None:
+    asked, head = get(quiet_api.url + path), httpx.head(quiet_api.url + path)
+    assert (head.status_code, head.content) == (asked.status_code, b"")
+    assert head.headers["content-type"] == asked.headers["content-type"]
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ def show(value: object) -> str:
 
 
 def wrong_type(name: str, wanted: str, value: object) -> RequestError:
-    kind = "null" if value is None else type(value).__name__
-    return RequestError(f"{name} must be {wanted}, not {kind} {show(value)}", param=name, code="invalid_type")
+    found = "null" if value is None else f"{type(value).__name__} {show(value)}"
+    return RequestError(f"{name} must be {wanted}, not {found}", param=name, code="invalid_type")
 
 
 def wrong_value(name: str, wanted: str, value: object) -> RequestError:

@@ -37,7 +37,7 @@ def _common(values: dict[str, Any]) -> dict[str, Any]:
 def _values(body: object, route: Route) -> dict[str, Any]:
     """The value of every implemented parameter, defaults filled in."""
     if not isinstance(body, dict):
-        message = f"the request body must be a JSON object, not {show(body)}"
+        message = f"the request body must be a JSON object, not {'null' if body is None else show(body)}"
         raise RequestError(message, code="invalid_type")
     rows = parameters_of(route)
     for name in body:
