@@ -1,6 +1,6 @@
 """Put first on PYTHONPATH: the wall clock of the process is wrong by $SKEW_S seconds before anything is imported.
 
-`±N` makes it jump between N seconds behind and N ahead, and stay there for 4 s, longer than a lease of the tests.
+`±N` makes it jump between N seconds behind and N ahead, and stay there for 3 s, longer than a lease of the tests.
 No clock that only goes forward is touched.
 """
 
@@ -13,7 +13,7 @@ _now, _now_ns, _gettime = time.time, time.time_ns, time.clock_gettime
 
 def _error_s() -> float:
     if _skew.startswith("±"):
-        return float(_skew[1:]) * (1 if int(time.monotonic() / 4) % 2 else -1)
+        return float(_skew[1:]) * (1 if int(time.monotonic() / 3) % 2 else -1)
     return float(_skew)
 
 
