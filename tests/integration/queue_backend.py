@@ -221,8 +221,8 @@ class ServerBackend:
 class DoubleBackend:
     """A partition in memory."""
 
-    def __init__(self) -> None:
-        self.queue = MemoryQueue()
+    def __init__(self, settings: QueueSettings | None = None) -> None:
+        self.queue = MemoryQueue(settings)
         self.keys = self.queue.keys
 
     def now_ms(self) -> int:
