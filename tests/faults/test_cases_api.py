@@ -160,8 +160,8 @@ def test_wall_clocks_that_are_two_minutes_wrong_have_no_effect(
 
 # --- many small jobs
 
-#: A round of jobs, each a choice of a request, and how many a request has.
-ROUND, CHOICES = 2_000, 10
+#: A round of jobs, each a choice of a request; how many a request has, and how many requests there are at a time.
+ROUND, CHOICES, WIDTH = 2_000, 10, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def footprint(here: Site, server: Server) -> Footprint:
 
 
 async def ask_all(url: str, first: int) -> None:
-    """One round, 8 requests at a time."""
+    """One round, `WIDTH` requests at a time."""
     numbers = iter(range(first, first + ROUND // CHOICES))
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -196,7 +196,7 @@ async def ask_all(url: str, first: int) -> None:
             assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * CHOICES
 
     async with client_of(url) as client:
-        await asyncio.gather(*(ask(client) for _ in range(8)))
+        await asyncio.gather(*(ask(client) for _ in range(WIDTH)))
 
 
 def forget_what_ended(here: Site) -> int:
@@ -214,14 +214,14 @@ def forget_what_ended(here: Site) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_twenty_thousand_small_jobs_leave_no_trace(own_server: Server) -> None:
     """safe-decoder#329: a little is kept of each job, in the server, in shared memory, in some process.
 
     The first of eleven rounds is not counted: what is made once is made in it.
     """
     with site(own_server, null=NullModel(step_ms=0.5)) as here:
-        here.serve(Role.PREFILL, Role.DECODE, blocks=2048, max_running=128)
+        here.serve(Role.PREFILL, Role.DECODE, blocks=2048, max_running=512)
         api = here.api()
         shm = {path.name for path in Path("/dev/shm").glob("prelay*")}
         before = None
