@@ -143,8 +143,10 @@ class ServerBackend:
         match kind:
             case "job":
                 picture.jobs[tail] = _texts(what)
-            case "log":
+            case "log" if what:  # a log whose entries were all discarded stands as an empty stream
                 picture.logs[tail] = _entries(what)
+            case "log":
+                pass
             case "worker":
                 picture.beats[tail] = text(what)
             case "domains":
