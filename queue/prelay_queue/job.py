@@ -138,6 +138,7 @@ class Claim:
     alone_until: int = -1  # it was in crashes: no neighbour while no more tokens than this stand
     submitted_ms: int = 0  # server time
     deadline_ms: int = 0  # server time, 0 is none
+    failed_handovers: int = 0  # in a row
 
     @property
     def id(self) -> str:

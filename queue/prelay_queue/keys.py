@@ -21,6 +21,7 @@ job:<id>            hash     one job (one choice). Fields:
                                kvo  incarnation that holds the exported KV; kve its epoch
                                wp   epoch that an operator wants preempted
                                pe   times preempted      why  cause of the last preempt
+                               hf   hand-overs that failed in a row
                                cr   crashes in company   ca   crashes while alone     cs  `nx` at the last crash
                                rs:<ep>  the resume with which epoch <ep> began
                                fin  finish reason        err  error body (JSON)       end  end time, server ms

@@ -149,7 +149,7 @@ def _claimed(raw: Any) -> Claimed:
     code = text(raw[0])
     if code != "ok":
         return Claimed(code)
-    _, epoch, spec, kv, preempts, alone_until, submitted, deadline, ids = raw
+    _, epoch, spec, kv, preempts, alone_until, submitted, deadline, failed, ids = raw
     claim = Claim(
         spec=JobSpec.decode(spec),
         epoch=int(epoch),
@@ -159,6 +159,7 @@ def _claimed(raw: Any) -> Claimed:
         alone_until=int(alone_until),
         submitted_ms=int(submitted),
         deadline_ms=int(deadline),
+        failed_handovers=int(failed),
     )
     return Claimed(code, claim)
 

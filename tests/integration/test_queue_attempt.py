@@ -264,6 +264,25 @@ def test_a_preempt_repeated_after_the_requeue_is_fenced(desk: Desk) -> None:
     assert desk.look() == before
 
 
+def test_hand_overs_that_fail_in_a_row_are_counted_apart_from_other_preempts(desk: Desk) -> None:
+    def failed_after(reason: str) -> int:
+        """The job comes to decode, is given up there, and comes back."""
+        epoch = int(desk.fields()["ep"])
+        assert desk.run(desk.scripts.preempt(JOB, epoch, D1, reason)) == "ok"
+        desk.requeue(-1, epoch=epoch)
+        claim = desk.claim(P1).claim
+        assert claim is not None
+        assert desk.handoff(epoch + 1, seq=len(claim.ids)) == "ok"
+        assert desk.claim(D1, f"decode:{DOMAIN}").claim is not None
+        return claim.failed_handovers
+
+    desk.to(State.ADOPTING)
+    assert [failed_after(why) for why in ("hand-over: gone", "admin", "hand-over: gone", "kv")] == [1, 1, 2, 2]
+    assert desk.adopt(epoch=5) == "ok"
+    assert failed_after("admin") == 0
+    assert desk.fields()["pe"] == "5"
+
+
 # renew
 
 

@@ -5,5 +5,6 @@ local no, st = refusal(id, ep, ow, 'adopt')
 if no == 'illegal' and st == 'decode' then return 'ok' end
 if no then return no end
 release_export(id)
+redis.call('HDEL', jobkey(id), 'hf')
 enter(id, st, 'decode', redis.call('ZSCORE', P .. 'leases', id) or now_ms())
 return 'ok'

@@ -37,6 +37,7 @@ class Job:
     unwanted: int | None = None  # epoch that an operator wants preempted
     preemptions: int = 0
     why: str | None = None
+    failed_handovers: int = 0
     crashes: int = 0  # in company
     crashes_alone: int = 0
     crashed_at: int | None = None  # tokens that stood at the last crash
@@ -64,7 +65,7 @@ class Job:
             "spec": self.spec, "pt": self.prompt_tokens, "mt": self.max_tokens, "n": self.choices, "cls": self.cls,
             "sub": self.submitted_ms, "dl": self.deadline_ms, "at": " ".join(self.attachments),
             "sk": stream, "si": entry, "ce": self.claimed or None, "kv": self.kv, "kvo": exporter, "kve": exported,
-            "wp": self.unwanted, "pe": self.preemptions, "why": self.why,
+            "wp": self.unwanted, "pe": self.preemptions, "why": self.why, "hf": self.failed_handovers or None,
             "cr": self.crashes, "ca": self.crashes_alone, "cs": self.crashed_at,
             "fin": self.reason, "err": self.error, "end": self.ended_ms,
             **{f"rs:{epoch}": count for epoch, count in self.resumes.items()},

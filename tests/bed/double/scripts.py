@@ -120,7 +120,7 @@ class Execution(Rules):
                 self.control(owner, "preempt", job, job.epoch)
         return (
             "ok", job.epoch, job.spec, job.kv or "", job.preemptions, self.alone_until(job),
-            job.submitted_ms, job.deadline_ms, job.ids,
+            job.submitted_ms, job.deadline_ms, job.failed_handovers, job.ids,
         )  # fmt: skip
 
     def handoff(
@@ -146,6 +146,7 @@ class Execution(Rules):
         if job is None or no:
             return "ok" if no == "illegal" and job and job.state is State.DECODE else str(no)
         self.release_export(job)
+        job.failed_handovers = 0
         self.enter(job, State.DECODE, self.data.index("leases").get(name, self.now_ms))
         return "ok"
 
@@ -167,6 +168,7 @@ class Execution(Rules):
         self.release_export(job)
         job.preemptions += 1
         job.why = reason
+        job.failed_handovers += reason.startswith("hand-over")
         self.enter(job, State.PREEMPTED, self.now_ms)
         self.tell(job, "p", epoch, reason)
         return "ok"

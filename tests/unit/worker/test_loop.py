@@ -207,18 +207,24 @@ def test_a_stale_export_sends_the_job_back_to_step_one() -> None:
     assert free(worker) == 16
 
 
-@pytest.mark.parametrize(
-    ("preemptions", "error"), [(0, HandoverBroken("layout")), (8, HandoverStale("again and again"))]
-)
-def test_an_export_that_can_never_be_read_ends_the_job(preemptions: int, error: HandoverStale | HandoverBroken) -> None:
+@pytest.mark.parametrize(("failed", "error"), [(0, HandoverBroken("layout")), (7, HandoverStale("again and again"))])
+def test_an_export_that_can_never_be_read_ends_the_job(failed: int, error: HandoverStale | HandoverBroken) -> None:
     worker, writes = make_worker(Role.DECODE)
     worker._copiers.submit = lambda *_: None  # type: ignore[attr-defined]
-    give(worker, make_claim(ids=(7,), preemptions=preemptions))
+    give(worker, make_claim(ids=(7,), failed_handovers=failed))
     give(worker, Copied(KEY, error))
     (fail,) = writes
     assert isinstance(fail, Fail)
     assert orjson.loads(fail.body)["code"] == "kv_handover_failed"
     assert free(worker) == 16
+
+
+def test_a_job_that_was_preempted_often_is_not_ended_by_one_failed_hand_over() -> None:
+    worker, writes = make_worker(Role.DECODE)
+    worker._copiers.submit = lambda *_: None  # type: ignore[attr-defined]
+    give(worker, make_claim(ids=(7,), preemptions=46))
+    give(worker, Copied(KEY, HandoverStale("overwritten")))
+    assert [type(write) for write in writes] == [GiveUp]
 
 
 # Eviction.

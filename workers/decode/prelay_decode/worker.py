@@ -21,8 +21,8 @@ from prelay_worker.writer import Adopt, GiveUp
 #: Copies at a time: one keeps a core busy; a second hides the latency of the first pages.
 COPY_THREADS = 2
 
-#: Failed hand-overs, beyond the preemption bound, after which a job ends with an error.
-HANDOVER_TRIES = 5
+#: Hand-overs of one job that may fail in a row; one more ends it with an error.
+HANDOVER_TRIES = 7
 
 
 class DecodeWorker(Worker):
@@ -68,7 +68,7 @@ class DecodeWorker(Worker):
         self._free(attempt)
         self.engine.copied(message.key)
         # A fault that comes back at every attempt must end the job, not circle for ever.
-        hopeless = claim.preemptions >= self.config.max_preemptions + HANDOVER_TRIES
+        hopeless = claim.failed_handovers >= HANDOVER_TRIES
         if hopeless or isinstance(message.error, HandoverBroken):
             self._fail(claim, f"the KV hand-over failed: {message.error}", "kv_handover_failed", 500)
         else:
