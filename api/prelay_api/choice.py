@@ -41,6 +41,7 @@ class Choice:
         self._subscription = hub.subscribe(job.spec.id, self.relay)
         self._driver: asyncio.Task[None] | None = None
         self._delay = 0.1
+        self._closed = False
         self.told_end = False  # the client has the finish reason
 
     def __repr__(self) -> str:
@@ -64,6 +65,7 @@ class Choice:
 
     def close(self) -> None:
         """Stop relaying. What the job then does is not our business any more (the session cancels it)."""
+        self._closed = True  # the cancellation may be lost, see `tasks.end`
         if self._driver is not None:
             self._driver.cancel()
         self._hub.unsubscribe(self._subscription)
@@ -98,7 +100,7 @@ class Choice:
 
     async def _run(self) -> None:
         try:
-            while self.relay.end is None:
+            while self.relay.end is None and not self._closed:
                 events, reread = await self._subscription.wait()
                 for event in events:
                     await self._perform(self.relay.on_event(event))
