@@ -294,8 +294,9 @@ class History:
     def preempt(self, data: st.DataObject) -> None:
         again = data.draw(twice, "again")
         job = self.pick(data, self.owned)
+        reason = data.draw(st.sampled_from(["kv", "hand-over: refused"]), "reason")
         for _ in range(1 + again):
-            assert self.run(self.scripts.preempt(job.id, job.epoch, job.owner, "kv")) == "ok"
+            assert self.run(self.scripts.preempt(job.id, job.epoch, job.owner, reason)) == "ok"
 
     @happening(2, lambda self: self.owned)
     def finish(self, data: st.DataObject) -> None:
