@@ -89,8 +89,6 @@ def test_a_row_has_the_same_bits_alone_and_among_others_in_either_store(dtype: s
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "gemma2": ({}, "soft-capped attention scores"),
-    "gpt_oss": ({"num_local_experts": 4}, "attention sinks"),
     "mamba": ({}, "do not use attention that can be paged"),
     "llama4_text": (
         {"attention_chunk_size": 64, "num_local_experts": 2, "intermediate_size_mlp": 64},
@@ -118,12 +116,6 @@ def test_a_model_we_would_compute_wrongly_is_refused_with_the_reason(kind: str, 
     changes, reason = REFUSED[kind]
     with pytest.raises(ModelError, match=reason):
         load(EngineConfig(model=tiny_folder(kind, **changes)))
-
-
-def test_experts_are_served_but_nothing_exact_is_promised(tiny_folder: MakeFolder) -> None:
-    model = load(EngineConfig(model=tiny_folder("mixtral", num_local_experts=4), dtype="float32"))
-    assert not model.exact
-    assert "Experts" in model.exactness
 
 
 # Broken and missing folders

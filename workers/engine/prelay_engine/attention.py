@@ -6,6 +6,8 @@ The rules:
 - The range of keys is a function of the row's block of POSITION_BLOCK positions only, masked beyond the
   row, and one call never spans two of those blocks.
 - There is always a mask, so that all rows go one way through the kernel.
+- Where scores are capped no such kernel exists, and a plain product depends on its shape: there every call has one
+  and the same shape, that of a tile of few positions, and a row's place in its tile is that of its position.
 Buffers are finite beyond the last position (see `Cursor.read`): a masked NaN would still be a NaN.
 """
 
@@ -17,9 +19,23 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from . import kernels
 from .config import POSITION_BLOCK
 from .kv import Cursor, KvStore
 from .masks import MaskCache, Masks, key_range
+
+
+#: Folded rows that a tile of capped scores has at least: fewer waste the kernel, more waste a decoding row.
+_TILE_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a layer's attention is: score = query · key · scale, then capped; over the last `window` positions."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +49,18 @@ class Span:
 
 @dataclass(slots=True)
 class _Piece:
-    """Rows [row, row + count) of the step, which lie in one block of positions."""
+    """Rows [row, row + count) of the step, which lie in one block of positions, or in one tile of a block."""
 
     row: int
     count: int
     keys: slice  # within what the cursor reads
     mask: torch.Tensor
+    place: int  # of the first row among those that the mask is for
 
 
 @dataclass(slots=True)
 class _Work:
-    """What the layers with one and the same window do in one step."""
+    """What the layers with one and the same window do in one step, capped ones apart."""
 
     cursors: list[Cursor] = field(default_factory=list)  # of single rows, from row 0
     masks: list[torch.Tensor] = field(default_factory=list)
@@ -61,7 +78,7 @@ class Batch:
         self.rows = sum(span.length for span in spans)
         self._store = store
         self._masks = masks
-        self._work: dict[int | None, _Work] = {}
+        self._work: dict[tuple[int | None, bool], _Work] = {}
 
     def attend(
         self,
@@ -69,77 +86,114 @@ class Batch:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float,
-        window: int | None,
+        form: Form,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new keys and values and attend: query [1, head, rows, dim] → [1, rows, head, dim].
 
-        Rows beyond the batch's own are padding and come back as zeros.
+        `sinks` [head] are scores of one more key of no value. Rows beyond the batch's own are padding and come
+        back as zeros.
         """
         heads, rows, dim = query.shape[1:]
         kv_heads = key.shape[1]
         group = heads // kv_heads
-        if window not in self._work:
-            self._work[window] = self._plan(window, group, query.dtype)
-        work = self._work[window]
+        like = form.window, form.softcap is not None
+        if like not in self._work:
+            self._work[like] = self._plan(form, group, query.dtype)
+        work = self._work[like]
+        sinks = None if sinks is None else sinks.view(kv_heads, group)
         kv = torch.stack((key[0], value[0]))  # [2, kv_head, rows, dim]
         folded = query[0].unflatten(0, (kv_heads, group)).permute(2, 0, 1, 3)  # [rows, kv_head, group, dim]
-        parts = _attend_single(layer, work, folded, kv, scale)
+        parts = _attend_single(layer, work, folded, kv, form, sinks)
         for cursor, span, pieces in work.chunks:
             cursor.write(layer, kv[:, :, span])
             keys, values = cursor.read(layer)
-            parts += [_attend_piece(piece, folded, keys, values, scale) for piece in pieces]
+            parts += [_attend_piece(piece, folded, keys, values, form, sinks) for piece in pieces]
         if rows > self.rows:
             parts.append(query.new_zeros(rows - self.rows, kv_heads, group, dim))
         return torch.cat(parts).reshape(1, rows, heads, dim)
 
-    def _plan(self, window: int | None, group: int, dtype: torch.dtype) -> _Work:
-        masks, work, row = self._masks.get(window, dtype), _Work(), 0
+    def _plan(self, form: Form, group: int, dtype: torch.dtype) -> _Work:
+        tile = _tile(group) if form.softcap is not None else 0
+        masks, work, row = self._masks.get(form.window, torch.float32 if tile else dtype), _Work(), 0
         for span in self.spans:
-            first, stop = key_range(span.start, window)[0], key_range(span.start + span.length - 1, window)[1]
+            first, stop = key_range(span.start, form.window)[0], key_range(span.start + span.length - 1, form.window)[1]
             cursor = self._store.cursor(span.key, span.start, span.length, first, stop)
-            if span.length == 1 and not work.chunks:
+            if span.length == 1 and not work.chunks and not tile:
                 work.cursors.append(cursor)
                 work.masks.append(masks.row(span.start))
             else:
-                pieces = _pieces(span, row, first, masks, group)
+                pieces = _pieces(span, row, first, masks, group, tile)
                 work.chunks.append((cursor, slice(row, row + span.length), pieces))
             row += span.length
         return work
 
 
-def _pieces(span: Span, row: int, base: int, masks: Masks, group: int) -> list[_Piece]:
-    pieces, start, end = [], span.start, span.start + span.length
+def _tile(group: int) -> int:
+    """Positions of a tile: a power of two, so that blocks hold whole tiles."""
+    positions = 1
+    while positions * group < _TILE_ROWS:
+        positions *= 2
+    return positions
+
+
+def _pieces(span: Span, row: int, base: int, masks: Masks, group: int, tile: int) -> list[_Piece]:
+    pieces, start, end, size = [], span.start, span.start + span.length, tile or POSITION_BLOCK
     while start < end:
         first, stop = key_range(start, masks.window)
-        count = min(end, start // POSITION_BLOCK * POSITION_BLOCK + POSITION_BLOCK) - start
-        mask = masks.rows(start, count, group)
-        pieces.append(_Piece(row + start - span.start, count, slice(first - base, stop - base), mask))
+        count = min(end - start, size - start % size)
+        place = start % tile if tile else 0
+        mask = masks.rows(start - place, tile or count, group)
+        pieces.append(_Piece(row + start - span.start, count, slice(first - base, stop - base), mask, place))
         start += count
     return pieces
 
 
-def _attend_single(layer: int, work: _Work, folded: torch.Tensor, kv: torch.Tensor, scale: float) -> list[torch.Tensor]:
+def _attend_single(
+    layer: int, work: _Work, folded: torch.Tensor, kv: torch.Tensor, form: Form, sinks: torch.Tensor | None
+) -> list[torch.Tensor]:
     """One call a sequence: to share a call would mean to copy their keys together, which costs more."""
     count, group = len(work.cursors), folded.shape[2]
     if not count:
         return []
     queries = pad(folded[:count], (0, 0, 0, -group % 4)).unsqueeze(1)
-    outs = []
+    outs, sums = [], []
     new = kv[:, :, :count].permute(2, 0, 1, 3).unsqueeze(3)  # [row, 2, kv_head, 1, dim]
     for cursor, mask, query, row in zip(work.cursors, work.masks, queries.unbind(0), new.unbind(0), strict=True):
         cursor.write(layer, row)
         keys, values = cursor.read(layer)
-        outs.append(scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale))
-    return [torch.cat(outs)[:, :, :group]]
+        if sinks is None:
+            outs.append(scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=form.scale))
+        else:
+            out, log_sum = kernels.with_sum(query, keys, values, mask, form.scale)
+            outs.append(out)
+            sums.append(log_sum)
+    out = torch.cat(outs)[:, :, :group]
+    return [out if sinks is None else kernels.beside_sink(out, torch.cat(sums)[:, :, :group], sinks)]
 
 
 def _attend_piece(
-    piece: _Piece, folded: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    piece: _Piece,
+    folded: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    form: Form,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     rows, kv_heads, group, dim = folded[piece.row : piece.row + piece.count].shape
     query = folded[piece.row : piece.row + piece.count].permute(1, 0, 2, 3).reshape(1, kv_heads, rows * group, dim)
-    query = pad(query, (0, 0, 0, -(rows * group) % 4))
+    before = piece.place * group
+    query = pad(query, (0, 0, before, piece.mask.shape[2] - before - rows * group))
     keys, values = keys[:, :, piece.keys], values[:, :, piece.keys]
-    out = scaled_dot_product_attention(query, keys, values, attn_mask=piece.mask, scale=scale)
-    return out[0, :, : rows * group].view(kv_heads, rows, group, dim).transpose(0, 1)
+    log_sum = None
+    if form.softcap is not None:
+        out, log_sum = kernels.capped(query, keys, values, piece.mask, form.scale, form.softcap)
+    elif sinks is not None:
+        out, log_sum = kernels.with_sum(query, keys, values, piece.mask, form.scale)
+    else:
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=piece.mask, scale=form.scale)
+    own = slice(before, before + rows * group)
+    out = out[0, :, own].view(kv_heads, rows, group, dim).transpose(0, 1)
+    if sinks is None or log_sum is None:
+        return out
+    return kernels.beside_sink(out, log_sum[0, :, own].view(kv_heads, rows, group).transpose(0, 1), sinks)

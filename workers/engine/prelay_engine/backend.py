@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .attention import Batch
+from .attention import Batch, Form
 from .errors import ModelError
 from .geometry import Geometry
 
@@ -24,8 +24,6 @@ SERVE = "prelay"
 
 #: Keyword arguments of attention functions that change the result and that we do not honour.
 _REFUSED = {
-    "softcap": "soft-capped attention scores",
-    "s_aux": "attention sinks",
     "position_bias": "an attention bias",
     "head_mask": "a head mask",
 }
@@ -38,7 +36,8 @@ class Layer:
     heads: int
     kv_heads: int
     head_dim: int
-    window: int | None
+    form: Form
+    sinks: bool
 
 
 @dataclass(slots=True)
@@ -64,7 +63,7 @@ class Probe:
 
     def check_masks(self, context_len: int) -> None:
         """Refuse masks other than causal ones, with or without one of the layers' sliding windows."""
-        windows = {layer.window for layer in self.layers.values()} | {None}  # asked for, if not by any layer
+        windows = {layer.form.window for layer in self.layers.values()} | {None}  # asked for, if not by any layer
         for mask in self.masks:
             if not any(_is_window(mask, window, context_len) for window in windows):
                 raise ModelError("the model masks attention in a way that is neither causal nor a sliding window")
@@ -92,6 +91,8 @@ def _probe_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     prelay: Probe | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -106,7 +107,9 @@ def _probe_attention(
         raise ModelError("keys and values of different sizes (latent attention) are not supported")
     if query.shape[2] != key.shape[2] or query.shape[3] != key.shape[3]:
         raise ModelError("attention over other than the layer's own keys is not supported")
-    prelay.layers[module.layer_idx] = Layer(query.shape[1], key.shape[1], key.shape[3], sliding_window)  # type: ignore[index]
+    form = Form(_scale(query, scaling), sliding_window, softcap)
+    index: int = module.layer_idx  # type: ignore[assignment]
+    prelay.layers[index] = Layer(query.shape[1], key.shape[1], key.shape[3], form, s_aux is not None)
     groups = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling)
@@ -122,11 +125,17 @@ def _serve_attention(
     prelay: Batch,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **other: Any,  # noqa: ARG001 - the probe saw that nothing else matters
 ) -> tuple[torch.Tensor, None]:
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    form = Form(_scale(query, scaling), sliding_window, softcap)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return prelay.attend(layer, query, key, value, scale, sliding_window), None
+    return prelay.attend(layer, query, key, value, form, s_aux), None
+
+
+def _scale(query: torch.Tensor, scaling: float | None) -> float:
+    return query.shape[3] ** -0.5 if scaling is None else float(scaling)
 
 
 class _MaskSink:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from . import backend, numerics
 from .config import EngineConfig
 from .errors import ConfigError, ModelError
+from .experts import replace_experts
 from .linear import replace_linears
 from .model import Model, is_gguf, rope_types
 from .rowwise import replace_rowwise
@@ -24,7 +25,7 @@ def load(config: EngineConfig) -> Model:
 
     1. Read the configuration and refuse what is known not to work. 2. Load the weights, all of them.
     3. Pin RoPE. 4. Run a probe and refuse what its layers ask for beyond our attention.
-    5. Replace linears, norms and activations. 6. Self-test.
+    5. Replace linears, experts, norms and activations. 6. Self-test.
     """
     torch.set_num_threads(config.threads)
     path = config.model.expanduser()
@@ -39,13 +40,15 @@ def load(config: EngineConfig) -> Model:
         net.set_attn_implementation(backend.SERVE)
         with torch.inference_mode(mode=False), torch.no_grad():  # 5
             replace_linears(net)
+            replace_experts(net)
             replace_rowwise(net)
     except (ModelError, ConfigError):
         raise
     except Exception as error:
         raise ModelError(f"cannot load {path}: {_first_line(error)}") from error
     gc.collect()
-    model = Model(net, geometry, probe.layers[0].heads, context_len, config.threads)
+    layers = [probe.layers[index] for index in range(geometry.layers)]
+    model = Model(net, geometry, layers, context_len, config.threads)
     result = run_selftest(model)  # 6
     model.exact, model.exactness = result.exact, result.text
     return model
@@ -78,6 +81,7 @@ def _load_net(path: Path, dtype: torch.dtype) -> Any:
     else:
         _refuse_by_config(AutoConfig.from_pretrained(folder, **where))
     where |= {"dtype": dtype, "attn_implementation": backend.PROBE, "output_loading_info": True}
+    where |= {"experts_implementation": "eager"}  # the faster ones refuse some sizes, and ours replace them anyway
     net, info = cast(Any, AutoModelForCausalLM.from_pretrained)(folder, **where)
     _refuse_by_config(net.config, converted=is_gguf(path))
     _check_weights(net, info)

@@ -12,6 +12,7 @@ import torch
 
 from . import numerics
 from .attention import Batch, Span
+from .backend import Layer
 from .config import POSITION_BLOCK
 from .geometry import Geometry
 from .kv import KvStore
@@ -27,11 +28,11 @@ class Model:
     Not thread-safe: one thread steps.
     """
 
-    def __init__(self, net: Any, geometry: Geometry, heads: int, context_len: int, threads: int) -> None:
+    def __init__(self, net: Any, geometry: Geometry, layers: Sequence[Layer], context_len: int, threads: int) -> None:
         config = net.config.get_text_config(decoder=True)
         self.net = net
         self.geometry = geometry
-        self.heads = heads
+        self.layers = tuple(layers)
         self.context_len = context_len
         self.threads = threads
         self.vocab_size: int = config.vocab_size

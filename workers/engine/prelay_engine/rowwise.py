@@ -34,6 +34,16 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(inner).add_(1.0).mul_(wide).mul_(0.5).to(x.dtype)
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(-x.float()).add_(1.0).reciprocal_().to(x.dtype)
+
+
+def clamped_swiglu(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """GPT-OSS's gate over gate and up values that alternate in the last dimension."""
+    gate, up = x[..., ::2].float().clamp(max=limit), x[..., 1::2].float().clamp(-limit, limit)
+    return (gate / torch.exp(gate * -alpha).add_(1.0) * (up + 1.0)).to(x.dtype)
+
+
 #: By numbers: an activation is replaced by the first of these that agrees with it on a probe.
 _ACTIVATIONS: tuple[Function, ...] = (silu, gelu, gelu_tanh)
 

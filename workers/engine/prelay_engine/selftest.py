@@ -16,10 +16,12 @@ from .attention import Span
 from .blocks import BlockPool
 from .config import POSITION_BLOCK
 from .contiguous import ContiguousKv
+from .experts import Mixture
 from .linear import FusedPart, PackedLinear
 from .rowwise import RMSNorm
 
 if TYPE_CHECKING:
+    from .backend import Layer
     from .model import Model
 
 Kernel = Callable[[torch.Tensor], torch.Tensor]
@@ -58,13 +60,13 @@ def run_selftest(model: Model) -> SelfTest:
 
 
 def _uncovered(net: torch.nn.Module) -> list[str]:
-    """Modules that multiply by weights in ways that we did not replace, such as experts."""
+    """Modules that multiply by weights in ways that we did not replace, such as experts of an unknown kind."""
     return sorted(
         {
             type(module).__name__
             for module in net.modules()
             if not isinstance(module, torch.nn.Embedding)
-            and any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+            and any(parameter.squeeze().ndim > 1 for parameter in module.parameters(recurse=False))
         }
     )
 
@@ -73,8 +75,9 @@ def _checks(model: Model, generator: torch.Generator) -> Iterator[tuple[str, boo
     dtype = model.geometry.dtype
     for name, (width, kernel) in _row_kernels(model.net).items():
         yield name, _rows_differ(kernel, torch.randn(1, _ROWS, width, generator=generator).to(dtype))
-    for start in _STARTS:
-        yield f"attention at {start}", _attention_differs(model, start, generator)
+    for layer in dict.fromkeys(model.layers):
+        for start in _STARTS:
+            yield f"{_describe(layer)} at {start}", _attention_differs(model, layer, start, generator)
     yield "the whole model", _model_differs(model)
 
 
@@ -86,6 +89,8 @@ def _row_kernels(net: torch.nn.Module) -> dict[str, tuple[int, Kernel]]:
             kernels[f"linear {module.in_features}→{module.out_features}"] = module.in_features, module
         elif isinstance(module, FusedPart):
             kernels[f"linear {module.in_features}→{module.group.width}"] = module.in_features, module.group.whole
+        elif isinstance(module.forward, Mixture):
+            kernels[f"mixture {type(module).__name__}"] = module.forward.width, module.forward.whole
         elif isinstance(module, RMSNorm):
             kernels[f"norm {module.width}"] = module.width, module
         elif isinstance(module, torch.nn.LayerNorm):
@@ -104,14 +109,26 @@ def _rows_differ(kernel: Kernel, x: torch.Tensor) -> bool:
     return False
 
 
-def _attention_differs(model: Model, start: int, generator: torch.Generator) -> bool:
+def _describe(layer: Layer) -> str:
+    form = layer.form
+    parts = [
+        f"window {form.window}" if form.window is not None else "",
+        f"cap {form.softcap:g}" if form.softcap is not None else "",
+        "sinks" if layer.sinks else "",
+    ]
+    kind = ", ".join(part for part in parts if part)
+    return f"attention ({kind})" if kind else "attention"
+
+
+def _attention_differs(model: Model, layer: Layer, start: int, generator: torch.Generator) -> bool:
     """Rows from `start` computed in one chunk, in two, and one by one beside another sequence."""
     geometry, count = model.geometry, 24
-    shape = (1, model.heads, start + count, geometry.head_dim)
+    shape = (1, layer.heads, start + count, geometry.head_dim)
     query = torch.randn(shape, generator=generator).to(geometry.dtype)
     keys, values = (
         torch.randn(1, geometry.kv_heads, *shape[2:], generator=generator).to(geometry.dtype) for _ in range(2)
     )
+    sinks = torch.randn(layer.heads, generator=generator) if layer.sinks else None
 
     def run(*cuts: int) -> torch.Tensor:
         store = ContiguousKv(geometry, BlockPool(256), POSITION_BLOCK)
@@ -122,9 +139,7 @@ def _attention_differs(model: Model, start: int, generator: torch.Generator) -> 
             spans = [Span("b", 0, 1), Span("a", begin, cut - begin)]
             rows = torch.cat((torch.zeros(1, dtype=torch.long), torch.arange(begin, cut)))
             batch = model.batch(store, spans)
-            out = batch.attend(
-                0, query[:, :, rows], keys[:, :, rows], values[:, :, rows], geometry.head_dim**-0.5, None
-            )
+            out = batch.attend(0, query[:, :, rows], keys[:, :, rows], values[:, :, rows], layer.form, sinks)
             outs.append(out[:, 1:])
             begin = cut
         return torch.cat(outs, dim=1)
@@ -136,16 +151,17 @@ def _attention_differs(model: Model, start: int, generator: torch.Generator) -> 
 
 
 def _model_differs(model: Model) -> bool:
-    """The last logits of a short text, computed in one chunk, and in one and a single row."""
-    ids = [(7 * i + 3) % model.vocab_size for i in range(6)]
+    """All logits of a short text, computed in one chunk, and in a single row, three and the rest."""
+    ids = [(7 * i + 3) % model.vocab_size for i in range(13)]
 
     def run(*cuts: int) -> torch.Tensor:
         store = ContiguousKv(model.geometry, BlockPool(1), POSITION_BLOCK)
         store.open("a", len(ids), len(ids))
-        begin, logits = 0, torch.empty(0)
+        begin, logits = 0, []
         for cut in (*cuts, len(ids)):
-            logits = model.forward(store, [Span("a", begin, cut - begin)], ids[begin:cut], [cut - begin - 1])
+            rows = list(range(cut - begin))
+            logits.append(model.forward(store, [Span("a", begin, cut - begin)], ids[begin:cut], rows))
             begin = cut
-        return logits
+        return torch.cat(logits)
 
-    return not torch.equal(run(), run(5))
+    return not torch.equal(run(), run(1, 4))
