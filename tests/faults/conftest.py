@@ -10,6 +10,9 @@ import pytest
 from tests.bed.servers import any_server, own_server, shared_server
 from tests.faults import tally
 
+#: Their asserts say what they compared, as those of tests do.
+pytest.register_assert_rewrite(*(f"tests.faults.{name}" for name in ("fleet", "matrix", "traffic", "web")))
+
 __all__ = ["any_server", "own_server", "shared_server"]
 
 
