@@ -28,7 +28,7 @@ def owned_by(here: Site, worker: str, state: str) -> int:
 
 
 def until_owned(here: Site, worker: str, state: str, count: int) -> None:
-    until(lambda: owned_by(here, worker, state) >= count, every_s=0.005)
+    until(lambda: owned_by(here, worker, state) >= count)
 
 
 # --- one worker dies or freezes; with the product's times
@@ -56,14 +56,14 @@ def test_a_prefill_worker_killed_mid_job_costs_less_than_fifteen_seconds(shared_
 
 def test_a_decode_worker_killed_under_thirty_two_streams_breaks_none(shared_server: Server) -> None:
     """arq#343: with the worker all of its jobs are lost."""
-    with site(shared_server) as here:
+    with site(shared_server, null=replace(DIVERGENT, step_ms=20)) as here:
         here.serve(Role.PREFILL, Role.DECODE, blocks=2048)
         victim = here.workers[1]
-        here.crowd(here.api(), 32, max_tokens=60)
-        until_owned(here, victim.id, "decode", 30)
+        here.crowd(here.api(), 32, max_tokens=150)
+        until_owned(here, victim.id, "decode", 24)
         victim.send(signal.SIGSTOP)
         hit = owned_by(here, victim.id, "decode")
-        assert hit >= 24, "most had ended already"
+        assert hit >= 16, "most had ended already"
         victim.kill()
         streams = here.check_crowds()
         assert len(streams) == 32
