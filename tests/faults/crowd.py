@@ -144,6 +144,12 @@ class Site(WebFleet):
         self.until_free()
         super().check_nothing_left()
 
+    def check_one_end(self, job: str, tokens: int) -> list[int]:
+        """The log of a job has so many tokens, and one end behind them; return the tokens."""
+        log: Any = self.redis.xrange(self.keys.log(job))
+        assert [b"f" in entry for _, entry in log] == [False] * tokens + [True], job
+        return [int(entry[b"t"]) for _, entry in log[:-1]]
+
     def pids(self) -> list[int]:
         """Of all that should live on; fails where one has ended."""
         assert not [process for process in self.processes if process.code is not None], self.report()

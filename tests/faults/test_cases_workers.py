@@ -95,8 +95,7 @@ def test_a_decode_worker_frozen_for_fifteen_seconds_is_refused_when_it_wakes(sha
         until(lambda: frozen.log.count("stops here: ") == 8)
         assert frozen.code is None
         for found in streams:
-            ends = [b"f" in fields for _, fields in here.redis.xrange(here.keys.log(f"{found.id}/0"))]
-            assert ends == [False] * 300 + [True]
+            here.check_one_end(f"{found.id}/0", 300)
         here.check_nothing_left()
 
 
@@ -125,8 +124,7 @@ def test_jobs_end_once_while_a_worker_of_eight_is_killed_every_second(shared_ser
         jobs = {f"{found.id}/0" for found in streams}
         assert {text(key).rpartition("job:")[2] for key in here.redis.keys(here.keys.job("*"))} == jobs
         for job in jobs:
-            ends = [b"f" in fields for _, fields in here.redis.xrange(here.keys.log(job))]
-            assert ends == [False] * 60 + [True], job
+            here.check_one_end(job, 60)
         here.check_nothing_left()
 
 
