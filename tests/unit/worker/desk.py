@@ -14,14 +14,14 @@ from prelay_worker.config import NullModel, Role, WorkerConfig
 from prelay_worker.messages import Claimed, Message
 from prelay_worker.null import null_backend
 from prelay_worker.worker import Worker
-from prelay_worker.writer import Forget, Write
+from prelay_worker.writer import Begin, Forget, Write
 
 CLASSES: dict[Role, Any] = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker, Role.UNIFIED: UnifiedWorker}
 BLOCK = 4
 
 
 class Written:
-    """In the place of the writer: keeps what it is given. What is only forgotten never reaches the queue."""
+    """In the place of the writer: keeps what it is given. What only begins or is forgotten never reaches the queue."""
 
     def __init__(self) -> None:
         self.writes: list[Write] = []
@@ -31,7 +31,7 @@ class Written:
         for operation in operations:
             if isinstance(operation, Forget):
                 self.forgotten.append(operation.key)
-            else:
+            elif not isinstance(operation, Begin):
                 self.writes.append(operation)
 
     def watch(self, key: str, matcher: object) -> None:

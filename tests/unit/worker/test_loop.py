@@ -68,6 +68,16 @@ def test_messages_about_another_epoch_touch_nothing() -> None:
     assert list(worker.attempts) == [KEY]
 
 
+def test_a_claim_of_an_attempt_that_is_held_already_sends_the_job_back_and_frees_the_blocks() -> None:
+    """A job that Redis lost is submitted anew, perhaps with an epoch that this worker has begun before."""
+    worker, writes = held_out()
+    before = len(writes)
+    give(worker, make_claim())
+    assert writes[before:] == [GiveUp("r/0", 1, "lost")]
+    assert free(worker) == 16
+    assert held(worker) == {}
+
+
 def test_an_exported_job_evicted_by_an_operator_is_given_up() -> None:
     worker, writes = held_out()
     give(worker, Exported(KEY), Evict("r/0", 0))

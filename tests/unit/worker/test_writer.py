@@ -16,7 +16,7 @@ from prelay_queue.keys import Keys
 from prelay_queue.scripts import Call, Emission, Emitted, Scripts
 from prelay_queue.settings import QueueSettings
 from prelay_worker.messages import Exported, Message, Stop
-from prelay_worker.writer import Adopt, Fail, Forget, GiveUp, Handoff, Tokens, Write, Writer, _group
+from prelay_worker.writer import Adopt, Begin, Fail, Forget, GiveUp, Handoff, Tokens, Write, Writer, _group
 
 Answer = Any
 
@@ -165,6 +165,12 @@ def test_nothing_is_written_for_an_attempt_after_it_was_given_up() -> None:
     queue = FakeQueue()
     write(queue, GiveUp("a", 1, "kv"), Tokens("a", 1, 0, (1,)), Adopt("a", 1), Tokens("a", 2, 0, (1,)))
     assert names(queue) == ["preempt", "emit"]
+
+
+def test_an_attempt_of_a_name_that_was_lost_before_is_written_when_it_is_claimed_anew() -> None:
+    queue = FakeQueue()
+    write(queue, GiveUp("a", 2, "kv"), Begin("a", 2), Handoff("a", 2, 0, 1, b"kv"))
+    assert names(queue) == ["preempt", "handoff"]
 
 
 # Answers.

@@ -35,7 +35,7 @@ from .config import WorkerConfig
 from .control import Control
 from .lease import LeaseKeeper
 from .messages import Claimed, Copied, Drain, Evict, Exported, Message, Release, Stop, key_of
-from .writer import Fail, Forget, GiveUp, Matcher, Tokens, Write, Writer
+from .writer import Begin, Fail, Forget, GiveUp, Matcher, Tokens, Write, Writer
 
 log = logging.getLogger("prelay.worker")
 
@@ -207,6 +207,11 @@ class Worker(ABC):
     def _on_claimed(self, claim: Claim) -> None:
         key = key_of(claim.id, claim.epoch)
         self._admission.settle(key)
+        self._put([Begin(claim.id, claim.epoch)])
+        if (same := self.attempts.get(key)) is not None:  # of a job that Redis lost since: neither can go on under it
+            self._free(same)
+            self._put([GiveUp(claim.id, claim.epoch, "lost")])
+            return
         if self._wanted_back.pop(key, False):
             self.leases.drop(claim.id, claim.epoch)
             self._put([GiveUp(claim.id, claim.epoch, "admin")])

@@ -79,6 +79,13 @@ class Fail(Write):
 
 
 @dataclass(frozen=True, slots=True)
+class Begin(Write):
+    """An attempt is claimed. One of the same name may have been lost here: a job that Redis lost is submitted anew with
+    the next epoch that its API process knows of, and we may have had that one already.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Forget(Write):
     """Nothing more comes of this attempt: what was put before is written, what is kept for it goes."""
 
@@ -149,6 +156,9 @@ class Writer:
 
     def _matched(self, write: Write) -> list[Write]:
         """Apply stop strings, and drop writes of attempts that are over."""
+        if isinstance(write, Begin):
+            self._over.pop(write.key, None)
+            return []
         if write.key in self._over:
             return []
         if isinstance(write, Forget):
