@@ -123,4 +123,4 @@ def test_random_histories_keep_the_promises(machine_server: Server) -> None:
 def test_many_long_random_histories_keep_the_promises(kind: str) -> None:
     for server in running(kind):
         server.client.config_set("appendonly", "no")
-        _run(server, examples=150, steps=80)
+        _run(server, examples=100, steps=80)

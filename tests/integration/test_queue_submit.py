@@ -189,6 +189,19 @@ def test_an_entry_that_no_job_waits_under_is_dropped(desk: Desk, job: str) -> No
     assert desk.claim(P2).code == "ok"
 
 
+def test_an_entry_under_which_a_job_waited_before_is_not_the_one_that_counts(desk: Desk) -> None:
+    desk.submit()
+    desk.backend.set_fields(JOB, v=99)
+    stream, old, _ = entry = desk.deliver(P1)
+    call = desk.scripts.claim(*entry, P1, LEASE_MS)
+    assert desk.run(call).code == "newer"  # now it waits further back in the same stream
+    desk.backend.set_fields(JOB, v=1)
+    assert desk.run(call).code == "stale"
+    ((new, _),) = desk.entries(stream)
+    assert new != old
+    assert desk.claim(P2).code == "ok"
+
+
 def test_a_stray_entry_does_not_hand_a_running_job_to_its_owner_twice(desk: Desk) -> None:
     desk.to(State.PREFILL)
     stream = desk.keys.work("prefill")[0]
