@@ -233,7 +233,8 @@ def test_twenty_thousand_small_jobs_leave_no_trace(own_server: Server) -> None:
         print(before, after, sep="\n")
         assert after.keys <= before.keys
         assert after.redis_bytes < before.redis_bytes + 500_000
-        assert after.files == before.files
+        opened = {name: after.files[name] - files for name, files in before.files.items()}
+        assert max(opened.values()) < 16, opened  # connections of a pool are opened when they are first needed
         growth = {name: after.rss[name] - rss for name, rss in before.rss.items()}
         assert max(growth.values()) < 10_000_000, growth  # 500 bytes a job
         mine = tuple(f"_{process.pid}_" for process in here.processes)
