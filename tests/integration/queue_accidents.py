@@ -75,6 +75,15 @@ class Eventful(History):
             code = "ok" if n == 0 else "lost" if job.state is State.QUEUED else "done"
             assert (answer.code, answer.epoch, answer.resume) == (code, epoch + 1, stood)
 
+    @happening(2, lambda self: self.jobs)
+    def an_answer_to_a_preempt_of_any_time_comes(self, data: st.DataObject) -> None:
+        """A relay was held up: its requeue names an epoch that may be over, or may never have been."""
+        job = self.pick(data, self.jobs)
+        epoch, token = data.draw(st.integers(1, job.epoch + 1), "epoch"), " ".join(job.attachments)
+        now = job.state is State.PREEMPTED and epoch == job.epoch
+        self.run(self.scripts.requeue(job.id, epoch, -1, token))
+        assert now or self.pair.real.look() == self.picture
+
     @happening(2)
     def sweep_preempted(self, data: st.DataObject) -> None:
         aged = data.draw(twice, "aged")

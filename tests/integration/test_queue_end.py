@@ -87,6 +87,16 @@ def test_a_requeue_that_comes_epochs_later_hears_of_the_last_one(desk: Desk) -> 
     assert desk.requeue(0, ME, epoch=1) == Requeued("lost", 3, 2)
 
 
+def test_an_answer_to_an_older_preempt_does_not_answer_the_new_one(desk: Desk) -> None:
+    desk.to(State.PREEMPTED)
+    desk.requeue(1, ME)
+    desk.claim(P2)
+    desk.preempt(2, P2)
+    before = desk.look()
+    assert desk.requeue(0, ME, epoch=1) == Requeued("lost", 2, 1)
+    assert desk.look() == before
+
+
 @pytest.mark.parametrize("state", [*RUNNING, State.QUEUED])
 def test_a_job_that_is_not_preempted_is_not_requeued(desk: Desk, state: State) -> None:
     desk.to(state)

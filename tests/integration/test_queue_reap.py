@@ -143,6 +143,13 @@ def test_a_queued_job_past_its_deadline_ends_without_a_worker(desk: Desk) -> Non
     assert desk.waiting() == {}
 
 
+def test_a_queued_job_is_looked_at_again_only_after_the_time_between_two_checks(desk: Desk) -> None:
+    desk.to(State.QUEUED)
+    desk.backend.set_score("queued", JOB, desk.now_ms() - 60_000)
+    assert desk.reap(check_ms=30_000) == Reaped()
+    assert desk.look().scores["queued"][JOB] > desk.now_ms() - 30_000
+
+
 def test_index_members_without_a_job_are_swept_away(desk: Desk) -> None:
     for index in ("leases", "preempted", "queued"):
         desk.backend.set_score(index, "nobody/0", 1)
