@@ -2,12 +2,15 @@
 
 Two implementations are registered. PROBE runs once at load, with plain attention: it sees what every layer asks for and
 refuses what `Batch.attend` would not honour. SERVE is the one that works on the KV store; it has no mask
-function, so the classes build no masks.
+function, so the classes build no masks. Which batch (or probe) a forward is for is kept beside the call, not in its
+arguments: many classes do not hand those through to their attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +30,20 @@ _REFUSED = {
     "position_bias": "an attention bias",
     "head_mask": "a head mask",
 }
+
+
+_BATCH: ContextVar[Batch] = ContextVar("prelay_batch")
+_PROBE: ContextVar[Probe] = ContextVar("prelay_probe")
+
+
+@contextmanager
+def serving(batch: Batch) -> Iterator[None]:
+    """Attention of the forwards within, in this thread, works on `batch`."""
+    token = _BATCH.set(batch)
+    try:
+        yield
+    finally:
+        _BATCH.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +79,37 @@ class Probe:
         return Geometry(layers, kv_heads, head_dim, dtype)
 
     def check_masks(self, context_len: int) -> None:
-        """Refuse masks other than causal ones, with or without one of the layers' sliding windows."""
+        """Refuse masks other than causal ones, with or without one of the layers' sliding windows.
+
+        A mask in which a row does not even see itself is for a kind of layer that the model has none of.
+        """
         windows = {layer.form.window for layer in self.layers.values()} | {None}  # asked for, if not by any layer
         for mask in self.masks:
+            itself = _sees(mask, 3, torch.tensor([3]))
+            if itself is not None and not itself.any():
+                continue
             if not any(_is_window(mask, window, context_len) for window in windows):
                 raise ModelError("the model masks attention in a way that is neither causal nor a sliding window")
 
 
 def _is_window(mask: Callable[..., Any], window: int | None, context_len: int) -> bool:
-    zero, keys = torch.tensor(0), torch.arange(context_len)
+    keys = torch.arange(context_len)
     for position in {context_len - 1, context_len // 2 + 1, context_len // 3}:
-        try:
-            seen = mask(zero, zero, torch.tensor(position), keys)
-        except (RuntimeError, IndexError, TypeError):
-            return False
         oldest = 0 if window is None else position - window + 1
-        if not torch.equal(seen.expand(context_len), (keys <= position) & (keys >= oldest)):
+        seen = _sees(mask, position, keys)
+        if seen is None or not torch.equal(seen, (keys <= position) & (keys >= oldest)):
             return False
     return True
+
+
+def _sees(mask: Callable[..., Any], position: int, keys: torch.Tensor) -> torch.Tensor | None:
+    """Which of `keys` the row at `position` attends to; None if the mask depends on more than positions."""
+    zero = torch.tensor(0)
+    try:
+        seen: torch.Tensor = mask(zero, zero, torch.tensor(position), keys)
+        return seen.expand(len(keys))
+    except (RuntimeError, IndexError, TypeError):
+        return None
 
 
 def _probe_attention(
@@ -93,11 +123,8 @@ def _probe_attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    prelay: Probe | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
-    if prelay is None:
-        raise ModelError("the model does not hand our arguments through to its attention layers")
     for name, what in _REFUSED.items():
         if other.get(name) is not None:
             raise ModelError(f"the model needs {what}, which is not supported")
@@ -109,7 +136,7 @@ def _probe_attention(
         raise ModelError("attention over other than the layer's own keys is not supported")
     form = Form(_scale(query, scaling), sliding_window, softcap)
     index: int = module.layer_idx  # type: ignore[assignment]
-    prelay.layers[index] = Layer(query.shape[1], key.shape[1], key.shape[3], form, s_aux is not None)
+    _PROBE.get().layers[index] = Layer(query.shape[1], key.shape[1], key.shape[3], form, s_aux is not None)
     groups = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling)
@@ -122,7 +149,6 @@ def _serve_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,  # noqa: ARG001
-    prelay: Batch,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -131,41 +157,34 @@ def _serve_attention(
 ) -> tuple[torch.Tensor, None]:
     form = Form(_scale(query, scaling), sliding_window, softcap)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return prelay.attend(layer, query, key, value, form, s_aux), None
+    return _BATCH.get().attend(layer, query, key, value, form, s_aux), None
 
 
 def _scale(query: torch.Tensor, scaling: float | None) -> float:
     return query.shape[3] ** -0.5 if scaling is None else float(scaling)
 
 
-class _MaskSink:
+def _note_mask(*, mask_function: Callable[..., Any], **_: Any) -> None:
     """The mask function of PROBE: notes what is asked for and builds nothing."""
-
-    def __init__(self) -> None:
-        self.probe: Probe | None = None
-
-    def __call__(self, *, mask_function: Callable[..., Any], **_: Any) -> None:
-        if self.probe is not None:
-            self.probe.masks.append(mask_function)
-
-
-_MASK_SINK = _MaskSink()
+    if (probe := _PROBE.get(None)) is not None:
+        probe.masks.append(mask_function)
 
 
 def register() -> None:
     """Make both known to transformers; harmless to repeat."""
     AttentionInterface.register(PROBE, _probe_attention)
-    AttentionMaskInterface.register(PROBE, _MASK_SINK)
+    AttentionMaskInterface.register(PROBE, _note_mask)
     AttentionInterface.register(SERVE, _serve_attention)
 
 
 def run_probe(net: torch.nn.Module) -> Probe:
     """One forward over a few tokens; `net` must have been loaded with attn_implementation=PROBE."""
-    probe = _MASK_SINK.probe = Probe()
+    probe = Probe()
+    token = _PROBE.set(probe)
     try:
         with torch.inference_mode():
             ids = torch.arange(5).unsqueeze(0)
-            net(input_ids=ids, position_ids=ids, use_cache=False, prelay=probe)
+            net(input_ids=ids, position_ids=ids, use_cache=False)
     finally:
-        _MASK_SINK.probe = None
+        _PROBE.reset(token)
     return probe

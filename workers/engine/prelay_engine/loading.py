@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,12 @@ from .rowwise import replace_rowwise
 from .selftest import run_selftest
 
 
+_OWN_ATTENTION = "attention of its own that cannot be replaced"
+#: Modules with a state, by the names they have in transformers.
+_STATEFUL = re.compile(r"Mamba|SSM|Rwkv|Recurrent|RgLru|DeltaNet|LinearAttention|ShortConv|LightningAttention")
+_TOWERS = {"vision": "a vision tower", "audio": "an audio tower"}
+
+
 def load(config: EngineConfig) -> Model:
     """Load, check, speed up and self-test the model of `config`. Raise ModelError, or ConfigError, with one line.
 
@@ -34,7 +41,7 @@ def load(config: EngineConfig) -> Model:
         net = _load_net(path, _dtype(config))  # 1, 2
         context_len = _context_len(net, config)
         _pin_rope(net, context_len)  # 3
-        probe = backend.run_probe(net)  # 4
+        probe = _probe(net)  # 4
         probe.check_masks(context_len)
         geometry = probe.geometry(_text_config(net).num_hidden_layers, net.dtype)
         net.set_attn_implementation(backend.SERVE)
@@ -45,11 +52,15 @@ def load(config: EngineConfig) -> Model:
     except (ModelError, ConfigError):
         raise
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (backend.PROBE,):  # a class chosen by the name of an attention
+            raise ModelError(f"the model of {path} has {_OWN_ATTENTION}") from None
         raise ModelError(f"cannot load {path}: {_first_line(error)}") from error
     gc.collect()
     layers = [probe.layers[index] for index in range(geometry.layers)]
     model = Model(net, geometry, layers, context_len, config.threads)
     result = run_selftest(model)  # 6
+    if result.wrong:
+        raise ModelError(result.text)
     model.exact, model.exactness = result.exact, result.text
     return model
 
@@ -98,10 +109,33 @@ def _refuse_by_config(config: Any, converted: bool = False) -> None:
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         raise ModelError(f"{config.model_type} is an encoder-decoder model; only decoder-only models are served")
+    for kind in ("vision", "audio"):
+        if getattr(config, f"{kind}_config", None) is not None:
+            raise ModelError(f"{config.model_type} has {_TOWERS[kind]}; only models of text alone are served")
     if getattr(config, "quantization_config", None) is not None and not converted:
         raise ModelError("quantised checkpoints are not supported; use an unquantised one or a .gguf file")
     if getattr(text, "num_kv_shared_layers", 0):
         raise ModelError(f"{config.model_type} shares keys between layers, which is not supported")
+
+
+def _probe(net: Any) -> backend.Probe:
+    _refuse_by_modules(net)
+    try:
+        return backend.run_probe(net)
+    except ModelError:
+        raise
+    except Exception:
+        if getattr(net, "_supports_attention_backend", False):
+            raise
+        raise ModelError(f"{type(net).__name__} has {_OWN_ATTENTION}") from None
+
+
+def _refuse_by_modules(net: Any) -> None:
+    """Refuse what carries more from token to token than keys and values, also where it stands beside attention."""
+    for module in net.modules():
+        if isinstance(module, torch.nn.Conv1d) or _STATEFUL.search(type(module).__name__):
+            name = type(module).__name__
+            raise ModelError(f"{type(net).__name__} is a hybrid or recurrent model ({name}), which is not supported")
 
 
 def _check_weights(net: Any, info: dict[str, Any]) -> None:
@@ -123,9 +157,16 @@ def _context_len(net: Any, config: EngineConfig) -> int:
         if config.max_model_len is None:
             raise ModelError("the model names no context length; set max_model_len")
         return config.max_model_len
-    if config.max_model_len is not None and config.max_model_len > own:
-        raise ConfigError("max_model_len", f"at most the model's {own}", config.max_model_len)
+    limit = int(own * _stretch(net))
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError("max_model_len", f"at most the model's {limit}", config.max_model_len)
     return int(config.max_model_len or own)
+
+
+def _stretch(net: Any) -> float:
+    """How much further than its own context a model reaches whose RoPE follows the length, if it is asked to."""
+    rope = _text_config(net).to_dict().get("rope_parameters") or {}
+    return float(rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
 
 
 def _pin_rope(net: Any, context_len: int) -> None:
@@ -137,12 +178,18 @@ def _pin_rope(net: Any, context_len: int) -> None:
     following = {name for name in rope_types(config) if "dynamic" in name or name == "longrope"}
     if not following:
         return
-    ropes = [module for module in net.modules() if hasattr(module, "rope_type") and hasattr(module, "inv_freq")]
-    if not ropes or any(not isinstance(rope.rope_type, str) for rope in ropes):
+    ropes = [module for module in net.modules() if hasattr(module, "rope_type") and hasattr(module, "forward")]
+    if not ropes:
         raise ModelError(f"RoPE of type {', '.join(sorted(following))} cannot be pinned in this model")
+    x, last = torch.zeros(1, dtype=net.dtype), torch.tensor([[context_len - 1]])
     for rope in ropes:
-        rope(torch.zeros(1, dtype=net.dtype), position_ids=torch.tensor([[context_len - 1]]))
-        rope.rope_type = "default"
+        if isinstance(rope.rope_type, dict):  # one for each type of layer
+            for kind in rope.rope_type:
+                rope(x, position_ids=last, layer_type=kind)
+            rope.rope_type = dict.fromkeys(rope.rope_type, "default")
+        else:
+            rope(x, position_ids=last)
+            rope.rope_type = "default"
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from . import numerics
 from .attention import Batch, Span
-from .backend import Layer
+from .backend import Layer, serving
 from .config import POSITION_BLOCK
 from .geometry import Geometry
 from .kv import KvStore
@@ -61,8 +61,11 @@ class Model:
             "input_ids": torch.tensor(ids).unsqueeze(0),
             "position_ids": torch.tensor(positions).unsqueeze(0),
             "use_cache": False,
-            "prelay": batch,
         }
+        with serving(batch):
+            return self._logits(inputs, wanted)
+
+    def _logits(self, inputs: dict[str, Any], wanted: Sequence[int]) -> torch.Tensor:
         if not wanted:
             self.net.base_model(**inputs)
             return torch.empty(0, self.vocab_size)
