@@ -13,6 +13,7 @@ from tests.integration.queue_history import (
     LONG_MS,
     MAX_TOKENS,
     STAGES,
+    UNIFIED,
     WORKERS,
     History,
     happening,
@@ -41,6 +42,8 @@ class Eventful(History):
         """It is stranded where a unified worker could run it and no decode worker is there."""
         job = self.pick(data, self.having(State.STAGED))
         assert job.exporter is not None
+        if data.draw(twice, "unified"):
+            self.pair.each(lambda desk: desk.beat(UNIFIED, LEASE_MS, role="unified", domain=DOMAIN, state="ready"))
         self.run(self.scripts.renew(job.exporter[0], LEASE_MS, [Held(job.id, job.epoch, "export")], -1))
 
     @happening(1)

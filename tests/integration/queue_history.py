@@ -64,6 +64,7 @@ class History:
         self.run, self.both, self.scripts = self.pair.run, self.pair.both, self.pair.scripts
         self.viewers: list[Viewer] = []
         self.attempts: list[Attempt] = []
+        self.late: list[tuple[Delivery, str]] = []  # delivered, not claimed yet
         self.kept: list[Callable[[], None]] = []
         self.rollbacks = 0
         self.fresh = itertools.count(1000)  # no token is ever made twice: a wrong resume cannot hide
@@ -203,8 +204,11 @@ class History:
         state = data.draw(st.sampled_from(sorted({job.state for job in self.having(*STAGES)})), "state")
         worker = data.draw(st.sampled_from((*PREFILL, UNIFIED) if state is State.QUEUED else DECODE), "worker")
         delivery = self.deliver(worker, STAGES[state])
-        if delivery is None or fate == "lost":
-            return  # the worker died before it could claim
+        if delivery is None:
+            return
+        if fate == "lost":  # the worker dies before it can claim, or is held up
+            self.late.append((delivery, worker))
+            return
         job = self.pair.jobs.get(delivery[self.pair.real][2])
         if fate == "newer" and job is not None:
             self.pair.each(lambda desk: desk.backend.set_fields(job.id, v=99))
@@ -213,6 +217,12 @@ class History:
             assert self.claimed(delivery, worker, place=fate != "put back") == ("ok" if code == "ok" else "stale")
         if fate == "newer" and job is not None:
             self.pair.each(lambda desk: desk.backend.set_fields(job.id, v=1))
+
+    @happening(2, lambda self: self.late)
+    def a_late_claim(self, data: st.DataObject) -> None:
+        """By then another may have taken the entry over, and anything may have become of the job."""
+        delivery, worker = self.late.pop(data.draw(st.integers(0, len(self.late) - 1), "which"))
+        self.claimed(delivery, worker)
 
     def deliver(self, worker: str, stage: str) -> Delivery | None:
         """The next entry that was not delivered before."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from prelay_queue.events import RequeuedEvent
 from prelay_queue.scripts import Held
 from prelay_queue.state import State
-from tests.integration.queue_desk import DOMAIN, JOB, LEASE_MS, P1, Desk
+from tests.integration.queue_desk import API, DOMAIN, JOB, LEASE_MS, P1, Desk
 
 NOW, NEVER = -1, 10**9  # how long it must have waited, ms
 
@@ -31,11 +32,13 @@ def test_a_staged_job_that_nobody_here_can_take_goes_back_to_step_one(
     desk: Desk, others: list[tuple[str, str, str]]
 ) -> None:
     desk.to(State.STAGED)
+    desk.listen(API)
     live(desk, P1, "prefill")
     for name, role, domain in others:
         live(desk, name, role, domain)
     assert renew(desk, NEVER) == "hold"
     assert renew(desk) == "release"
+    assert desk.heard() == [RequeuedEvent(JOB, 2, 1)]
     assert (desk.fields()["st"], desk.fields()["ep"], desk.view().ids) == (State.QUEUED, "2", (7,))
     assert renew(desk) == "release"
 

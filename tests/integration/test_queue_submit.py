@@ -184,7 +184,8 @@ def test_an_entry_that_no_job_waits_under_is_dropped(desk: Desk, job: str) -> No
     assert desk.deliver(P1)[2] == job
     desk.checked = False
     assert desk.run(desk.scripts.claim(stream, entry, job, P1, LEASE_MS)).code == "stale"
-    assert len(desk.entries(stream)) == 0
+    assert desk.entries(stream) == []
+    assert desk.pending(stream) == {}
     desk.check()
     assert desk.claim(P2).code == "ok"
 
