@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 
 from tests.bed.chain import Frame, Heard, Stream, check_chain, check_cursors, check_stream, stream
-from tests.bed.http import client_of
 from tests.bed.tokenizer import chat
 from tests.faults.forked import ApiProcess
 
@@ -64,6 +63,7 @@ class Ask:
     api: ApiProcess
     heard: Stream
     end: End | None = None  # None: it goes on
+    why: str = ""  # of a connection that broke
 
     @property
     def choices(self) -> int:
@@ -146,7 +146,9 @@ class Traffic:
         self._pool.shutdown()
 
     async def _run(self) -> None:
-        async with client_of("") as client:
+        # A connection for each request: one that is used again may just have been closed for its idleness.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(verify=False, timeout=90, limits=limits) as client:
             await asyncio.gather(*(self._client(client) for _ in range(self.width)))
 
     async def _client(self, client: httpx.AsyncClient) -> None:
@@ -177,7 +179,8 @@ async def _perform(client: httpx.AsyncClient, ask: Ask) -> End:
             await stream(client, ask.api.url + ask.path, ask.body, ask.heard)
     except _Left:
         return End.LEFT
-    except httpx.TransportError:
+    except httpx.TransportError as error:
+        ask.why = repr(error)
         return End.BROKEN
     if ask.heard.status == 503:
         return End.REFUSED

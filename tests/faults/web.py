@@ -155,7 +155,7 @@ class WebFleet(NullFleet):
             End.FAILED: self.diverging and ask.code == "diverged",
         }
         assert ask.end is not None
-        assert allowed.get(ask.end, True), f"it ended as {ask.end}"
+        assert allowed.get(ask.end, True), f"it ended as {ask.end}: {ask.why or ask.code}"
         for index, heard in ask.heard.choices.items():
             self._check_log(ask, f"{ask.id}/{index}", heard.ids)
         return tokens
