@@ -87,6 +87,13 @@ def test_a_requeue_that_comes_epochs_later_hears_of_the_last_one(desk: Desk) -> 
     assert desk.requeue(0, ME, epoch=1) == Requeued("lost", 3, 2)
 
 
+def test_the_entry_of_a_restarted_job_counts_the_tokens_that_stand(desk: Desk) -> None:
+    desk.to(State.PREEMPTED)
+    desk.requeue(2, ME)
+    ((_, data),) = desk.entries(desk.keys.work("prefill")[2])
+    assert data == {"id": JOB, "tok": "6", "al": "0"}  # a prompt of 4, and 2
+
+
 def test_an_answer_to_an_older_preempt_does_not_answer_the_new_one(desk: Desk) -> None:
     desk.to(State.PREEMPTED)
     desk.requeue(1, ME)
