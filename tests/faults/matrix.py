@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.faults.forked import ApiProcess, Forked
 from tests.faults.web import WebFleet, web_fleet
 
 #: Fleets that run at the same time.
-AT_ONCE = 6
+AT_ONCE = 8
 #: A thread that sleeps for more than a lease, while the others of its process go on.
 PAUSE = f"pause:{TIMES.lease_ms / 1000 + 0.5}"
 ACTIONS = {"die": "die", "freeze": "stop", "pause": PAUSE, "lost": "lost"}
@@ -65,6 +65,11 @@ def armed(point: str, action: str) -> str:
 
 def point_of(fault: str) -> str:
     return fault.partition("=")[0]
+
+
+def in_turn(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Half of the cases in plain mode and half in divergent, in turn: so each script is met in both."""
+    return [(*case, n % 2 == 1) for n, case in enumerate(cases)]
 
 
 def all_at_once(run: Callable[..., None], cases: Sequence[tuple[Any, ...]]) -> None:

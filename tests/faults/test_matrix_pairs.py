@@ -21,14 +21,13 @@ from tests.faults.matrix import (
     all_at_once,
     armed,
     go_on,
+    in_turn,
     own_server,
     press,
     until_struck,
 )
 from tests.faults.traffic import End, Shape
 from tests.faults.web import WEB_TIMES, web_fleet
-
-plain_and_divergent = pytest.mark.parametrize("divergent", [False, True], ids=["plain", "divergent"])
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +81,14 @@ def run_both_stages(server: Server, prefill_point: str, decode_point: str, diver
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@plain_and_divergent
-def test_an_api_process_and_a_decode_worker_dying_change_no_answer(server: Server, divergent: bool) -> None:
-    all_at_once(run_api_and_decode, [(server, *pair, divergent) for pair in product(API_POINTS, DECODE_POINTS)])
+def test_an_api_process_and_a_decode_worker_dying_change_no_answer(server: Server) -> None:
+    all_at_once(run_api_and_decode, in_turn((server, one, other) for other, one in product(DECODE_POINTS, API_POINTS)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@plain_and_divergent
-def test_both_stages_dying_change_no_answer(server: Server, divergent: bool) -> None:
-    all_at_once(run_both_stages, [(server, *pair, divergent) for pair in product(PREFILL_POINTS, DECODE_POINTS)])
+def test_both_stages_dying_change_no_answer(server: Server) -> None:
+    all_at_once(run_both_stages, in_turn((server, one, other) for other, one in product(DECODE_POINTS, PREFILL_POINTS)))
 
 
 @pytest.mark.timeout(200)
@@ -139,13 +136,10 @@ def run_loss(how: str, point: str, then: str, divergent: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@plain_and_divergent
 @pytest.mark.parametrize("then", ["goes on", "dies"])
-def test_a_redis_that_forgets_and_an_api_process_that_stands_or_dies_change_no_answer(
-    then: str, divergent: bool
-) -> None:
+def test_a_redis_that_forgets_and_an_api_process_that_stands_or_dies_change_no_answer(then: str) -> None:
     pairs = product(("flushed", "wiped"), LOSS_POINTS)
-    all_at_once(run_loss, [(how, point, then, divergent) for how, point in pairs])
+    all_at_once(run_loss, in_turn((how, point, then) for how, point in pairs))
 
 
 @pytest.mark.timeout(200)
@@ -201,7 +195,7 @@ def run_rollback(who: str, point: str, divergent: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@plain_and_divergent
+@pytest.mark.parametrize("divergent", [False, True], ids=["plain", "divergent"])
 def test_a_redis_that_goes_back_in_time_under_writing_workers_contradicts_no_client(divergent: bool) -> None:
     points = [(who, point) for who, points in ROLLBACK_POINTS.items() for point in points]
     all_at_once(run_rollback, [(who, point, divergent) for who, point in points])

@@ -24,6 +24,7 @@ from tests.faults.matrix import (
     armed,
     cut_all,
     go_on,
+    in_turn,
     own_server,
     points_of,
     restart,
@@ -90,17 +91,12 @@ def run_case(who: str, point: str, fault: str, divergent: bool) -> None:
         assert not any(one.log.count("Traceback") for one in fleet.processes), fleet.logs()
 
 
-def cases(who: str, fault: str, divergent: bool) -> list[tuple[str, str, str, bool]]:
-    return [(who, point, fault, divergent) for point in points_of(who)]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("divergent", [False, True], ids=["plain", "divergent"])
 @pytest.mark.parametrize("fault", [*FAULTS, "lost"])
 @pytest.mark.parametrize("who", ["prefill", "decode", "api"])
-def test_a_fault_of_redis_at_every_step_changes_no_answer(who: str, fault: str, divergent: bool) -> None:
-    all_at_once(run_case, cases(who, fault, divergent))
+def test_a_fault_of_redis_at_every_step_changes_no_answer(who: str, fault: str) -> None:
+    all_at_once(run_case, in_turn((who, point, fault) for point in points_of(who)))
 
 
 @pytest.mark.timeout(200)
