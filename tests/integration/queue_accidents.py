@@ -67,7 +67,7 @@ class Eventful(History):
 
     # Recovery.
 
-    @happening(2, lambda self: self.having(State.PREEMPTED))
+    @happening(4, lambda self: self.having(State.PREEMPTED))
     def a_stranger_requeues(self, data: st.DataObject) -> None:
         again = data.draw(twice, "again")
         resume = data.draw(st.integers(-1, MAX_TOKENS), "resume")

@@ -342,8 +342,10 @@ class History:
         write = data.draw(st.sampled_from(["handoff", "adopt", "emit", "preempt", "finish", "renew"]), "write")
         offset = data.draw(st.integers(-2, 1), "offset")
         stranger = data.draw(st.sampled_from([False, False, True]), "stranger")
-        attempt = data.draw(st.sampled_from(self.attempts), "attempt")
-        name, epoch, owner = attempt.job, attempt.epoch, "X1" if stranger else attempt.owner
+        owners = [Attempt(job.id, job.epoch, job.owner) for job in self.owned]
+        attempt = data.draw(st.sampled_from(self.attempts) | st.sampled_from(owners or self.attempts), "attempt")
+        shift = data.draw(st.sampled_from([0, 0, -1, 1]), "shift")
+        name, epoch, owner = attempt.job, attempt.epoch + shift, "X1" if stranger else attempt.owner
         job = self.pair.jobs.get(name)
         seq = max(0, (len(job.log) if job else 0) + offset)
         ids = tuple(self.make(2 if job is None or seq + 2 <= job.max_tokens else 0))
