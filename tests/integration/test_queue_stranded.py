@@ -7,7 +7,7 @@ import pytest
 from prelay_queue.events import RequeuedEvent
 from prelay_queue.scripts import Held
 from prelay_queue.state import State
-from tests.integration.queue_desk import API, DOMAIN, JOB, LEASE_MS, P1, Desk
+from tests.integration.queue_desk import API, DOMAIN, JOB, LEASE_MS, P1, Desk, ServerDesk
 
 NOW, NEVER = -1, 10**9  # how long it must have waited, ms
 
@@ -75,3 +75,19 @@ def test_a_job_that_is_being_copied_is_nobodys_to_take_back(desk: Desk) -> None:
     live(desk, "unified:1:a", "unified")
     assert renew(desk) == "hold"
     assert desk.fields()["st"] == State.ADOPTING
+
+
+def test_a_worker_that_says_less_than_we_expect_costs_nobody_a_lease(desk: Desk) -> None:
+    """It may be of another version."""
+    desk.to(State.STAGED)
+    desk.run(desk.scripts.beat("decode:9:a", {"domain": DOMAIN}, 15_000))
+    assert renew(desk) == "hold"
+
+
+@pytest.mark.parametrize("said", [b"no json", b"5", b"[]", b"null"])
+def test_a_heartbeat_that_cannot_be_read_costs_nobody_a_lease(server_desk: ServerDesk, said: bytes) -> None:
+    server_desk.to(State.STAGED)
+    live(server_desk, "decode:9:a", "decode")
+    server_desk.redis.set(server_desk.keys.worker("decode:9:a"), said)
+    live(server_desk, "unified:1:a", "unified")
+    assert renew(server_desk) == "release"

@@ -257,6 +257,19 @@ def test_a_job_of_a_newer_protocol_is_left_to_newer_workers(desk: Desk) -> None:
     assert desk.waiting() == {"work:prefill:normal:n": [JOB]}
 
 
+@pytest.mark.parametrize("ids", [(), (7, 8)], ids=["from scratch", "with ids"])
+def test_a_job_whose_hash_alone_was_lost_is_submitted_as_if_nothing_had_been_left(
+    server_desk: ServerDesk, ids: tuple[int, ...]
+) -> None:
+    server_desk.to(State.DECODE)
+    server_desk.redis.delete(server_desk.keys.job(JOB))
+    again = replace(new_job(), epoch=2, ids=ids)
+    assert server_desk.submit(again) == ("new",)
+    assert (server_desk.view().state, server_desk.view().ids) == (State.QUEUED, ids)
+    assert server_desk.submit(again) == ("exists",)
+    server_desk.check()
+
+
 # Both clients.
 
 

@@ -12,8 +12,8 @@ local function roles()
   fleet = {}
   for _, worker in ipairs(redis.call('ZRANGE', P .. 'workers', 0, -1)) do
     local raw = redis.call('GET', P .. 'worker:' .. worker)
-    local said = raw and cjson.decode(raw)
-    if said and said.domain and said.state ~= 'draining' then
+    local read, said = pcall(cjson.decode, raw or '')
+    if read and type(said) == 'table' and said.domain and said.role and said.state ~= 'draining' then
       fleet[said.domain] = fleet[said.domain] or {}
       fleet[said.domain][said.role] = true
     end

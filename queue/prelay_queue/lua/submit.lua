@@ -8,6 +8,10 @@ for _, job in ipairs(cjson.decode(ARGV[1])) do
     table.insert(answers, 'exists')
   else
     local now = now_ms()
+    -- What may have outlived the job hash (DEL, eviction): a log that would refuse our entries, a stale index.
+    redis.call('DEL', logkey(job.id))
+    redis.call('ZREM', P .. 'leases', job.id)
+    redis.call('ZREM', P .. 'preempted', job.id)
     local dl = job.ttl > 0 and now + job.ttl or 0
     redis.call('HSET', jobkey(job.id), 'v', ARGV[2], 'st', 'queued', 'ep', job.ep, 'ow', '', 'nx', #job.ids,
       'spec', job.spec, 'pt', job.pt, 'mt', job.mt, 'n', job.n, 'cls', job.cls, 'sub', now, 'dl', dl,

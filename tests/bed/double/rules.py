@@ -163,6 +163,6 @@ class Rules:
         found: dict[str, set[str]] = {}
         for worker in self.data.index("workers"):
             said = orjson.loads(self.data.beats[worker][0]) if worker in self.data.beats else {}
-            if said.get("domain") and said.get("state") != "draining":
-                found.setdefault(said["domain"], set()).add(str(said.get("role")))
+            if said.get("domain") and said.get("role") and said.get("state") != "draining":
+                found.setdefault(said["domain"], set()).add(said["role"])
         return found
