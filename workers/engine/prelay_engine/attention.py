@@ -24,7 +24,6 @@ from .config import POSITION_BLOCK
 from .kv import Cursor, KvStore
 from .masks import MaskCache, Masks, key_range
 
-
 #: Folded rows that a tile of capped scores has at least: fewer waste the kernel, more waste a decoding row.
 _TILE_ROWS = 8
 

@@ -70,7 +70,7 @@ def _sizes(experts: Any, first: str) -> tuple[int, int]:
 def _gate_of(experts: Any) -> Gate:
     """The module's own, written out row-invariantly where we know it."""
     if not experts.has_gate:
-        return lambda x: experts.act_fn(x)  # type: ignore[no-any-return] - looked up late: it is replaced, too
+        return lambda x: experts.act_fn(x)  # looked up late: it is replaced, too
     own: Gate = experts._apply_gate
     alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
     if alpha is not None and limit is not None:
@@ -119,8 +119,9 @@ class Mixture:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """x [1, rows, width] → [1, rows, width], for the self-test."""
-        out = self(x)
-        return out[0] if isinstance(out, tuple) else out
+        given = self(x)
+        out: torch.Tensor = given[0] if isinstance(given, tuple) else given
+        return out
 
 
 class _Rerouted(TorchFunctionMode):
@@ -130,7 +131,7 @@ class _Rerouted(TorchFunctionMode):
         super().__init__()
         self._mixture = mixture
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is linear and len(args) > 1 and self._mixture.concerns(args[1]):
             return self._mixture.product(*args, **kwargs)
@@ -139,18 +140,26 @@ class _Rerouted(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def replace_experts(net: nn.Module) -> int:
+def replace_experts(net: nn.Module, let_go: Callable[[int], None] = lambda _: None) -> int:
     """Put ours in the place of all experts under `net` that agree with them; how many blocks of them there were."""
     count = 0
     for module in list(net.modules()):
         for name, child in list(module.named_children()):
             if _is_experts(child) and _agree(ours := PackedExperts(child), child):
-                for weight in [weight for weight, _ in child.named_parameters(recurse=False)]:
-                    setattr(child, weight, None)
+                let_go(_drop_weights(child))
                 setattr(module, name, ours)
-                module.forward = Mixture(module)  # type: ignore[assignment] - of this one instance
+                module.forward = Mixture(module)  # of this one instance
                 count += 1
     return count
+
+
+def _drop_weights(module: nn.Module) -> int:
+    """Let the module's own weights go; how many bytes they took."""
+    nbytes = 0
+    for name, weight in list(module.named_parameters(recurse=False)):
+        nbytes += weight.nbytes
+        setattr(module, name, None)
+    return nbytes
 
 
 def _is_experts(module: nn.Module) -> bool:

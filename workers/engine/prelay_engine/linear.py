@@ -113,13 +113,14 @@ def at_least_two(kernel: Kernel, x: torch.Tensor) -> torch.Tensor:
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def replace_linears(net: nn.Module) -> int:
+def replace_linears(net: nn.Module, let_go: Callable[[int], None] = lambda _: None) -> int:
     """Put packed linears in the place of all nn.Linear under `net`, fused where possible; how many there were.
 
-    The originals' weights are let go one module at a time, so that little is held twice.
+    The originals' weights are let go one module at a time, so that little is held twice; `let_go` is told the bytes.
     """
     count = 0
-    for module in list(net.modules()):
+    # Without the linears themselves: a list that held them would hold their weights to the end.
+    for module in [module for module in net.modules() if any(True for _ in module.children())]:
         for names in _FUSED:
             linears = [child for child in (getattr(module, name, None) for name in names) if type(child) is nn.Linear]
             if len(linears) == len(names) and _alike(linears):
@@ -127,13 +128,16 @@ def replace_linears(net: nn.Module) -> int:
                 for part, (name, linear) in enumerate(zip(names, linears, strict=True)):
                     setattr(module, name, FusedPart(group, part, linear))
                 count += len(names)
+                let_go(sum(linear.weight.nbytes for linear in linears))
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(child.weight, child.bias))
                 count += 1
+                let_go(child.weight.nbytes)
             elif type(child) is Conv1D:  # GPT-2's name for a linear with its weight the other way round
                 setattr(module, name, PackedLinear(child.weight.T, child.bias))
                 count += 1
+                let_go(child.weight.nbytes)
     return count
 
 

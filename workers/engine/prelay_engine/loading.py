@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -16,10 +15,10 @@ from .config import EngineConfig
 from .errors import ConfigError, ModelError
 from .experts import replace_experts
 from .linear import replace_linears
+from .memory import Thrift
 from .model import Model, is_gguf, rope_types
 from .rowwise import replace_rowwise
 from .selftest import run_selftest
-
 
 _OWN_ATTENTION = "attention of its own that cannot be replaced"
 #: Modules with a state, by the names they have in transformers.
@@ -35,19 +34,21 @@ def load(config: EngineConfig) -> Model:
     5. Replace linears, experts, norms and activations. 6. Self-test.
     """
     torch.set_num_threads(config.threads)
-    path = config.model.expanduser()
+    path, thrift = config.model.expanduser(), Thrift()
     _check_files(path)
     try:
         net = _load_net(path, _dtype(config))  # 1, 2
+        thrift.give_back()
         context_len = _context_len(net, config)
         _pin_rope(net, context_len)  # 3
         probe = _probe(net)  # 4
+        thrift.give_back()
         probe.check_masks(context_len)
         geometry = probe.geometry(_text_config(net).num_hidden_layers, net.dtype)
         net.set_attn_implementation(backend.SERVE)
         with torch.inference_mode(mode=False), torch.no_grad():  # 5
-            replace_linears(net)
-            replace_experts(net)
+            replace_linears(net, thrift.let_go)
+            replace_experts(net, thrift.let_go)
             replace_rowwise(net)
     except (ModelError, ConfigError):
         raise
@@ -55,7 +56,7 @@ def load(config: EngineConfig) -> Model:
         if isinstance(error, KeyError) and error.args == (backend.PROBE,):  # a class chosen by the name of an attention
             raise ModelError(f"the model of {path} has {_OWN_ATTENTION}") from None
         raise ModelError(f"cannot load {path}: {_first_line(error)}") from error
-    gc.collect()
+    thrift.give_back()
     layers = [probe.layers[index] for index in range(geometry.layers)]
     model = Model(net, geometry, layers, context_len, config.threads)
     result = run_selftest(model)  # 6

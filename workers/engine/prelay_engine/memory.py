@@ -1,0 +1,68 @@
+"""Giving memory back while a model is loaded, so that its weights are never held twice."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+#: Bytes of weights that may be replaced before what they took is given back.
+_STEP = 64 << 20
+_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ +(.*)")
+_FIELD = re.compile(r"(Anonymous|Private_Dirty): +(\d+) kB")
+
+
+class Thrift:
+    """Is told of weights that were let go, and now and then gives their memory back to the system.
+
+    Two things would keep it: the allocator, and the mapping of a weights file, whose pages stay with the process
+    as long as any one tensor of the file lives.
+    """
+
+    def __init__(self) -> None:
+        self._pending = 0
+
+    def let_go(self, nbytes: int) -> None:
+        self._pending += nbytes
+        if self._pending >= _STEP:
+            self.give_back()
+
+    def give_back(self) -> None:
+        self._pending = 0
+        drop_file_pages()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+        if trim is not None:
+            trim(0)
+
+
+def drop_file_pages() -> None:
+    """Unmap the pages of weights files from this process; who reads them again gets them from the page cache.
+
+    Only of mappings that nobody has written to: what was written would be lost.
+    """
+    advise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+    if advise is None:
+        return
+    for start, stop in list(_clean_mappings()):
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+
+def _clean_mappings() -> Iterator[tuple[int, int]]:
+    """Address ranges of safetensors files in which no page is this process's own."""
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:  # no Linux, or not ours to read: then the pages stay
+        return
+    found: tuple[int, int] | None = None
+    for line in lines:
+        if header := _HEADER.match(line):
+            path = header[3].removesuffix(" (deleted)")
+            found = (int(header[1], 16), int(header[2], 16)) if path.endswith(".safetensors") else None
+        elif found and (entry := _FIELD.match(line)):
+            if int(entry[2]):
+                found = None
+            elif entry[1] == "Anonymous":  # comes after Private_Dirty
+                yield found
+                found = None
