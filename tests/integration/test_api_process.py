@@ -117,8 +117,9 @@ async def test_sigterm_tells_every_client_to_try_again_and_exits_with_zero(new_f
         assert found.error["code"] == "service_unavailable"
         assert found.done
         assert found.choices[0].ids == [5]
-    keys = worker.queue.redis.keys(f"{worker.queue.keys.prefix}*")
-    assert not [key for key in keys if b":live:" in key or b":api:" in key]
+    keys = worker.queue.keys
+    assert worker.queue.redis.keys(f"{keys.prefix}live:*") == []
+    assert not worker.queue.redis.exists(keys.apis)
     assert {worker.state(claim.id)["fin"] for claim in claims} <= {"cancelled"}
     assert "Traceback" not in api.log
     worker.close()
