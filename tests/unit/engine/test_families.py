@@ -6,7 +6,6 @@ text, experts are fewer than its tokens, and the sizes are no multiples of anyth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,11 +151,11 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def case(request: pytest.FixtureRequest, tiny_folder: MakeFolder) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, tiny_folder: MakeFolder) -> Case:
     kind, changes = FAMILIES[request.param]
     folder = tiny_folder(kind, **changes)
     model = load(EngineConfig(model=folder, dtype="float32"))
-    yield Case(model, folder, computed(model, contiguous(model)))
+    return Case(model, folder, computed(model, contiguous(model)))
 
 
 def computed(model: Model, store: KvStore, *cuts: int, key: str = "a", until: int = LENGTH) -> torch.Tensor:

@@ -89,7 +89,14 @@ def test_a_row_has_the_same_bits_alone_and_among_others_in_either_store(dtype: s
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mamba": ({}, "do not use attention that can be paged"),
+    "mamba": ({}, "hybrid or recurrent model"),
+    "falcon_h1": (
+        {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
+        "hybrid or recurrent",
+    ),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "hybrid or recurrent model"),
+    "bloom": ({}, "do not use attention that can be paged"),
+    "mpt": ({"d_model": 48, "n_heads": 6, "n_layers": 1}, "attention of its own that cannot be replaced"),
     "llama4_text": (
         {"attention_chunk_size": 64, "num_local_experts": 2, "intermediate_size_mlp": 64},
         "neither causal nor a sliding window",
@@ -116,6 +123,12 @@ def test_a_model_we_would_compute_wrongly_is_refused_with_the_reason(kind: str, 
     changes, reason = REFUSED[kind]
     with pytest.raises(ModelError, match=reason):
         load(EngineConfig(model=tiny_folder(kind, **changes)))
+
+
+def test_a_model_with_a_tower_is_refused_by_its_configuration(tiny_folder: MakeFolder, tmp_path: Path) -> None:
+    towers = {"model_type": "gemma3", "vision_config": {}, "text_config": {}}
+    assert "gemma3 has a vision tower" in refusal(rewritten(tiny_folder("llama"), tmp_path / "g", **towers))
+    assert "audio tower" in refusal(rewritten(tiny_folder("llama"), tmp_path / "q", model_type="qwen2_audio"))
 
 
 # Broken and missing folders

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from prelay_engine import attention, linear, masks, rowwise
+from prelay_engine import attention, experts, linear, loading, masks, rowwise
 from prelay_engine.config import EngineConfig
+from prelay_engine.errors import ModelError
 from prelay_engine.loading import load
 from prelay_engine.selftest import run_selftest
 
@@ -82,3 +83,45 @@ def test_weights_in_a_module_of_unknown_kind_forbid_a_promise(tiny_model: LoadMo
         del model.net.extra
     assert not result.exact
     assert "Bilinear" in result.text
+
+
+CAPPED = {"attn_logit_softcapping": 5.0, "sliding_window": 40, "query_pre_attn_scalar": 16}
+
+
+def test_it_finds_capped_scores_whose_product_has_the_shape_of_the_chunk(
+    tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load(EngineConfig(model=tiny_folder("gemma2", **CAPPED), dtype="float32")).exact
+    real = attention.kernels.capped
+
+    def careless(query: torch.Tensor, *given: torch.Tensor | float) -> attention.kernels.Output:
+        out, log_sum = real(query, *given)  # type: ignore[arg-type]
+        empty = (query == 0).all(-1)
+        return out * (1 + 1e-6 * empty.sum()), log_sum  # what other rows are there shows in the result
+
+    monkeypatch.setattr(attention.kernels, "capped", careless)
+    model = load(EngineConfig(model=tiny_folder("gemma2", **CAPPED), dtype="float32"))
+    assert not model.exact
+    assert "attention (window 40, cap 5)" in model.exactness
+
+
+def test_it_finds_a_mixture_whose_sigmoids_or_experts_are_torch_s_own(
+    tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    monkeypatch.setattr(experts, "_agree", lambda *_: False)
+    model = load(EngineConfig(model=tiny_folder("mixtral", **sizes), dtype="float32"))
+    assert not model.exact
+    assert "MixtralExperts" in model.exactness
+
+
+def test_a_model_that_carries_a_state_is_refused_even_if_no_name_gives_it_away(
+    tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+    folder = tiny_folder("falcon_h1", **sizes)
+    with pytest.raises(ModelError, match="is a hybrid or recurrent model"):
+        load(EngineConfig(model=folder, dtype="float32"))
+    monkeypatch.setattr(loading, "_refuse_by_modules", lambda _: None)
+    with pytest.raises(ModelError, match="carries more from token to token than keys and values"):
+        load(EngineConfig(model=folder, dtype="float32"))

@@ -95,12 +95,11 @@ class Mixture:
         self._own = block.forward
         self._kernels: dict[tuple[torch.Size, torch.dtype], Kernel] = {}
         self.width = next(child.width for child in block.children() if isinstance(child, PackedExperts))
-        for module in block.modules():
-            weight = module._parameters.get("weight")
-            if weight is not None and weight.ndim == 2:
-                del module.weight
-                module.register_buffer("weight", weight.detach())
-                self._kernels[weight.shape, weight.dtype] = pack(weight.detach(), None)
+        for module in _routers(block):
+            weight = module.weight.detach()
+            del module.weight  # no parameter of an unknown kind any more
+            module.register_buffer("weight", weight)
+            self._kernels[weight.shape, weight.dtype] = pack(weight, None)
         self._shapes = {shape for shape, _ in self._kernels}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +121,16 @@ class Mixture:
         given = self(x)
         out: torch.Tensor = given[0] if isinstance(given, tuple) else given
         return out
+
+
+def _routers(block: nn.Module) -> list[Any]:
+    """Modules of the block that multiply by a weight [out, in] themselves; those of one size are not told apart."""
+    found: dict[torch.Size, list[Any]] = {}
+    for module in block.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.ndim == 2 and type(module) is not nn.Linear:
+            found.setdefault(weight.shape, []).append(module)
+    return [modules[0] for modules in found.values() if len(modules) == 1]
 
 
 class _Rerouted(TorchFunctionMode):

@@ -11,7 +11,8 @@ from pathlib import Path
 #: Bytes of weights that may be replaced before what they took is given back.
 _STEP = 64 << 20
 _HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ +(.*)")
-_FIELD = re.compile(r"(Anonymous|Private_Dirty): +(\d+) kB")
+#: Pages of a private mapping that were written to, and so are no longer the file's.
+_WRITTEN = re.compile(r"Anonymous: +(\d+) kB")
 
 
 class Thrift:
@@ -60,9 +61,7 @@ def _clean_mappings() -> Iterator[tuple[int, int]]:
         if header := _HEADER.match(line):
             path = header[3].removesuffix(" (deleted)")
             found = (int(header[1], 16), int(header[2], 16)) if path.endswith(".safetensors") else None
-        elif found and (entry := _FIELD.match(line)):
-            if int(entry[2]):
-                found = None
-            elif entry[1] == "Anonymous":  # comes after Private_Dirty
+        elif found and (written := _WRITTEN.match(line)):
+            if written[1] == "0":
                 yield found
-                found = None
+            found = None
