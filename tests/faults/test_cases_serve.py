@@ -55,6 +55,7 @@ def crowd_of(serve: Serve, count: int, max_tokens: int, first: int = 0) -> Crowd
 # --- a server that evicts
 
 
+@pytest.mark.slow
 def test_a_server_that_evicts_is_warned_about_aloud_and_the_doctor_says_what_to_do(
     own_server: Server, null_folder: Path, tmp_path: Path
 ) -> None:
