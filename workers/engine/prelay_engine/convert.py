@@ -14,6 +14,8 @@ from typing import Any
 
 import gguf
 
+from .gemma import mend_scale
+
 #: Pre-tokenizers of the GGUF format that transformers' converter does not know, by `tokenizer.ggml.pre`.
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
 
@@ -26,6 +28,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     _parse_once()
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    mend_scale(loaded)
     model = _plain(loaded)
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)

@@ -14,6 +14,7 @@ from . import backend, numerics
 from .config import EngineConfig
 from .errors import ConfigError, ModelError
 from .experts import replace_experts
+from .gemma import mend_scale
 from .linear import replace_linears
 from .memory import Thrift
 from .model import Model, is_gguf, rope_types
@@ -97,6 +98,8 @@ def _load_net(path: Path, dtype: torch.dtype) -> Any:
     net, info = cast(Any, AutoModelForCausalLM.from_pretrained)(folder, **where)
     _refuse_by_config(net.config, converted=is_gguf(path))
     _check_weights(net, info)
+    if is_gguf(path):
+        mend_scale(net)
     return net.eval()
 
 
