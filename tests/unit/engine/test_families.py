@@ -119,7 +119,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "cohere": ("cohere", {"use_qk_norm": False}),
+    "cohere": ("cohere", {"use_qk_norm": True}),
     "cohere 2": ("cohere2", {"sliding_window": WINDOW, "layer_types": LAYERS}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, "head_dim": 8, "partial_rotary_factor": 0.5}),
     "starcoder2": ("starcoder2", {"sliding_window": WINDOW}),

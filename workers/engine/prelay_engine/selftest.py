@@ -75,9 +75,16 @@ def _uncovered(net: torch.nn.Module) -> list[str]:
             type(module).__name__
             for module in net.modules()
             if not isinstance(module, torch.nn.Embedding)
+            and not _is_norm_of_heads(module)
             and any(parameter.squeeze().ndim > 1 for parameter in module.parameters(recurse=False))
         }
     )
+
+
+def _is_norm_of_heads(module: torch.nn.Module) -> bool:
+    """A norm with a weight for each head: it multiplies number by number."""
+    weights = list(module.parameters(recurse=False))
+    return type(module).__name__.endswith("Norm") and bool(weights) and all(weight.ndim == 2 for weight in weights)
 
 
 def _checks(model: Model, generator: torch.Generator) -> Iterator[tuple[str, bool]]:
@@ -103,9 +110,20 @@ def _row_kernels(net: torch.nn.Module) -> dict[str, tuple[int, Kernel]]:
             kernels[f"norm {module.width}"] = module.width, module
         elif isinstance(module, torch.nn.LayerNorm):
             kernels[f"norm {module.normalized_shape[-1]}"] = module.normalized_shape[-1], module
+        elif _is_norm_of_heads(module):
+            weight = next(module.parameters(recurse=False))
+            kernels[f"norm {weight.shape[0]}×{weight.shape[1]}"] = weight.numel(), _flattened(module, weight.shape)
         elif "act" in path.rpartition(".")[2] and not any(True for _ in module.parameters()):
             kernels[f"activation {type(module).__name__}"] = _ODD_WIDTH, module
     return kernels
+
+
+def _flattened(module: torch.nn.Module, shape: torch.Size) -> Kernel:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = module(x.unflatten(-1, shape))
+        return out.flatten(-2)
+
+    return run
 
 
 def _rows_differ(kernel: Kernel, x: torch.Tensor) -> bool:
