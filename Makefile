@@ -12,8 +12,8 @@ PORT ?=
 ARGS ?=
 JOBS ?= 4
 
-# A file's tests share servers, so a file stays in one process; the longest files (e2e) come first.
-PARALLEL = $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
+# What stays together in one process, and why: tests/conftest.py. The longest comes first, and must not be put last.
+PARALLEL = $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --no-loadscope-reorder)
 
 BIN := $(VENV)/bin
 #: Files that say what is installed: a change of one installs again, otherwise a second run is instant.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from prelay_engine.demo import default_cache, fetch_demo
 from prelay_engine.errors import DemoError
@@ -22,3 +24,21 @@ def demo_model() -> Path:
         if os.environ.get("CI"):
             pytest.fail(str(error))
         pytest.skip(str(error))
+
+
+#: Where tests compute with the real model for minutes.
+MODEL_TESTS = ("tests/e2e/", "tests/integration/test_engine_model.py", "tests/integration/test_serve_nursery.py")
+
+
+class ByServers(LoadScopeScheduling):  # type: ignore[misc]
+    """How tests are shared out to processes. A file's stay together, for they share servers.
+
+    All that compute with the real model stay together as well: two of them on two cores only wait for each other.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "model" if nodeid.startswith(MODEL_TESTS) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServers:
+    return ByServers(config, log)

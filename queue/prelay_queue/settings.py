@@ -24,7 +24,7 @@ class QueueTimes:
     #: A preempt that no relay answered is re-queued by a sweep after this long.
     preempt_grace_ms: int = 2_000
     #: A queued job's stream entry is checked this often.
-    queued_check_ms: int = 5_000
+    queued_check_ms: int = 1_500
     #: A prefilled job that no live decode worker can take goes back to step 1 after this long, if others can run it.
     stranded_ms: int = 30_000
     sweep_ms: int = 1_000

@@ -91,7 +91,7 @@ class Claimer:
         self._turn += 1
         if time.monotonic() >= self._steal_at and self._steal():
             return
-        for stream in self._order():
+        for stream in self._filled(self._order()):
             if self._take(self._read([stream], ">", None)):
                 return
         self._take(self._read(list(self._streams), ">", 1000))
@@ -110,6 +110,13 @@ class Claimer:
         pairs = [self._streams[i : i + 2] for i in range(0, len(self._streams), 2)]
         start = {8: 1, 9: 1, 0: 2}.get(self._turn % 10, 0)
         return tuple(stream for pair in pairs[start:] + pairs[:start] for stream in pair)
+
+    def _filled(self, streams: tuple[str, ...]) -> list[str]:
+        """Those that hold entries, by one look instead of a read of each."""
+        with self._queue.redis.pipeline(transaction=False) as pipe:
+            for stream in streams:
+                pipe.xlen(stream)
+            return [stream for stream, length in zip(streams, pipe.execute(), strict=True) if length]
 
     def _read(self, streams: list[str], cursor: str, block_ms: int | None) -> Any:
         return self._reader.xreadgroup(GROUP, self._worker, dict.fromkeys(streams, cursor), count=1, block=block_ms)

@@ -52,8 +52,11 @@ def check_server(config: WorkerConfig) -> None:
     """Raise StartupError when the server will not do, QueueError when it does not answer."""
     queue = SyncQueue(config.queue)
     try:
-        if problems := inspect(queue.redis).problems():
+        server = inspect(queue.redis)
+        if problems := server.problems():
             raise StartupError("; ".join(problems))
+        for warning in server.warnings():
+            log.warning("%s", warning)
         load_scripts(queue)
     finally:
         queue.close()
