@@ -51,6 +51,7 @@ def longest(times: list[float]) -> float:
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
+@pytest.mark.slow  # tests/integration/test_serve_nursery.py kills one of the real model, too
 def test_a_killed_decode_worker_does_not_change_its_stream_and_another_goes_on(demo_model: Path) -> None:
     with serving("--served-model-name", "demo", "--decode", "2", model=demo_model) as server:
         undisturbed = stream(server.url, STORY)

@@ -218,6 +218,9 @@ def test_scripts_flushed_all_the_time_are_noticed_by_no_client(own_server: Serve
         api = here.api()
         crowd = here.crowd(api, 8)
         crowd.until_streaming(4)
+        for found in crowd.open[:4]:
+            job = found.headers["x-request-id"]
+            assert httpx.post(f"{api.url}/admin/jobs/{job}/preempt", timeout=10).status_code == 202
         assert ask(api).status_code == 200
         assert any(map(restarted, here.check_crowds())), "nothing was preempted"
         assert "NOSCRIPT" not in here.logs()

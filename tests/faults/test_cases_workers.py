@@ -135,7 +135,7 @@ def consumers(fleet: NullFleet) -> int:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("restarts", [16, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("restarts", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_workers_restarted_hundreds_of_times_leave_no_consumer_and_lose_no_entry(
     shared_server: Server, restarts: int
 ) -> None:

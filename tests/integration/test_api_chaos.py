@@ -166,7 +166,7 @@ def _numbers(job: str, name: str) -> list[Any]:
     return [choice[name] for choice in get(job).json()["choices"]]
 
 
-@pytest.mark.parametrize("victim", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("victim", [pytest.param(Role.PREFILL, marks=pytest.mark.slow), Role.DECODE])
 async def test_a_killed_worker_ends_no_stream(shared_server: Server, null_folder: Path, victim: Role) -> None:
     queue = replace(shared_server.settings(), times=fast_times())
     null = NullModel(divergent=True, step_ms=10, prefill_ms_per_token=3)

@@ -133,7 +133,7 @@ def test_greedy_texts_are_those_that_transformers_generates(
         assert alone == {f"{number}@1": whole[0, len(prompt) :].tolist()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 19])
 def test_prefilling_an_answers_first_ids_again_gives_its_next_logits_bit_for_bit(
     number: int, dtype: str, load: Load, prompts: list[tuple[int, ...]]
@@ -180,6 +180,7 @@ def test_a_hand_over_gives_the_ids_of_one_process(load: Load, prompts: list[tupl
     assert {key: sequence.ids for key, sequence in moved.items()} == expected
 
 
+@pytest.mark.slow
 def test_a_seeded_sequence_samples_the_same_ids_alone_and_among_neighbours(
     load: Load, prompts: list[tuple[int, ...]]
 ) -> None:
@@ -190,7 +191,7 @@ def test_a_seeded_sequence_samples_the_same_ids_alone_and_among_neighbours(
         assert alone[f"{number}@1"] == together[f"{number}@1"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_sequences_evicted_from_a_small_pool_come_back_to_the_same_ids(
     dtype: str, load: Load, prompts: list[tuple[int, ...]]
 ) -> None:

@@ -47,6 +47,7 @@ def growth(folder: Path, dtype: str) -> int:
     return (int(after) - int(before)) * 1024
 
 
+@pytest.mark.slow
 def test_a_model_in_two_shards_is_loaded_within_1_3_times_its_weights(tmp_path: Path) -> None:
     nbytes = model_of(tmp_path, torch.float32)
     assert growth(tmp_path, "float32") < 1.3 * nbytes + (24 << 20)
