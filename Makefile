@@ -13,7 +13,7 @@ ARGS ?=
 JOBS ?= 4
 
 # What stays together in one process, and why: tests/conftest.py. The longest comes first, and must not be put last.
-PARALLEL = $(if $(filter-out 0 1,$(JOBS)),-n $(JOBS) --no-loadscope-reorder)
+PARALLEL = $(if $(filter-out 0 1,$(JOBS)),-n $(1) --no-loadscope-reorder)
 
 BIN := $(VENV)/bin
 #: Files that say what is installed: a change of one installs again, otherwise a second run is instant.
@@ -45,10 +45,10 @@ serve: $(VENV)/installed ## set up, fetch the demo model, serve on http://127.0.
 	$(BIN)/prelay serve $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test: dev model ## the test suite, without what takes minutes (ARGS= goes to pytest)
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(call PARALLEL,$(JOBS)) $(ARGS)
 
-test-slow: dev model ## the tests that take minutes each, one at a time
-	$(BIN)/python -m pytest -m slow $(ARGS)
+test-slow: dev model ## the tests that take minutes each, two at a time (JOBS=1: one)
+	$(BIN)/python -m pytest -m slow $(call PARALLEL,2) $(ARGS)
 
 lint: dev ## ruff: rules and format
 	$(BIN)/ruff check .
