@@ -102,6 +102,7 @@ def sampled(number: int, prompt: tuple[int, ...], **settings: object) -> Sequenc
     return Sequence(f"{number}@1", prompt, sampling, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_greedy_texts_are_those_of_transformers_alone_and_sixteen_at_a_time(
     load: Load, prompts: list[tuple[int, ...]], demo_model: Path
 ) -> None:
