@@ -123,6 +123,8 @@ class WebFleet(NullFleet):
         self.traffic.stop()
         self.wait(lambda: self.traffic.idle, timeout_s)
         self.wait(self._all_over, timeout_s)
+        time.sleep(0.5)  # a request whose client left at once may only now be submitted, and is then cancelled
+        self.wait(self._all_over, timeout_s)
         self.check_answers()
         self.until_free()
         self.check_nothing_left()
