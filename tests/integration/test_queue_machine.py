@@ -114,7 +114,7 @@ def _run(server: Server, examples: int, steps: int) -> None:
 
 
 def test_random_histories_keep_the_promises(machine_server: Server) -> None:
-    _run(machine_server, examples=25, steps=40)
+    _run(machine_server, examples=15, steps=40)
 
 
 @pytest.mark.slow

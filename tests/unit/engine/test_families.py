@@ -150,7 +150,12 @@ class Case:
     whole: torch.Tensor  # our logits of every row of IDS, in one prefill
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+#: Of each mechanism one; the others are slow tests.
+QUICK = {"llama", "mistral", "qwen2, yarn", "gemma 2", "gemma 3", "gpt-oss", "qwen3 moe", "glm-4.5", "starcoder2"}
+FAMILY_PARAMETERS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=FAMILY_PARAMETERS)
 def case(request: pytest.FixtureRequest, tiny_folder: MakeFolder) -> Case:
     kind, changes = FAMILIES[request.param]
     folder = tiny_folder(kind, **changes)
@@ -222,13 +227,7 @@ def test_prefilling_again_after_a_preemption_goes_on_with_the_same_bits(case: Ca
         assert torch.equal(rows(model, store, "a", kept, kept + 1), case.whole[kept : kept + 1])
 
 
-#: Of each mechanism one; the others in bfloat16 are slow tests.
-QUICK = {"llama", "mistral", "qwen2, yarn", "gemma 2", "gemma 3", "gpt-oss", "qwen3 moe", "glm-4.5", "starcoder2"}
-
-
-@pytest.mark.parametrize(
-    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", FAMILY_PARAMETERS)
 def test_in_bfloat16_bits_do_not_depend_on_the_cuts_either(family: str, tiny_folder: MakeFolder) -> None:
     kind, changes = FAMILIES[family]
     folder = tiny_folder(kind, **changes)

@@ -61,6 +61,7 @@ def write(path: Path, kind: str, weights: dict[str, torch.Tensor], norm_epsilon:
     writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gguf_file_of_this_architecture_gives_the_logits_of_its_folder(
     kind: str, tiny_folder: MakeFolder, tmp_path: Path
