@@ -138,6 +138,7 @@ async def test_a_pool_that_is_too_small_changes_no_answer(new_fleet: Fleet) -> N
     await together(api.url, 8, one)
 
 
+@pytest.mark.slow
 def test_an_operator_preempts_a_stream_three_times(new_fleet: Fleet) -> None:
     api = new_fleet.api(faults="relay.deliver=pause:0.03@*")
     new_fleet.worker(Role.PREFILL, null=DIVERGENT)

@@ -88,6 +88,7 @@ def test_a_gguf_file_gives_the_logits_of_the_folder_it_was_made_from(tiny_gguf: 
     torch.testing.assert_close(in_chunks(ours, contiguous(ours)), in_chunks(folder, contiguous(folder)))
 
 
+@pytest.mark.slow
 def test_a_converted_gguf_is_a_folder_with_a_tokenizer_that_splits_digits_as_the_file_says(
     tiny_gguf: Path, tmp_path: Path
 ) -> None:
