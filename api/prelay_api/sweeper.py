@@ -44,11 +44,7 @@ class Sweeper:
             if self._contact.held_ms < times.lease_ms or server_ms is None:
                 continue
             try:
-                # Held up on its way, perhaps with everybody's renewals behind it, it must do nothing.
-                await self._sweep(latest_ms=server_ms + times.lease_ms // 4)
+                say(await self._queue.run(sweep(self._queue.scripts, times, server_ms)))
             except (QueueError, RedisError) as error:
                 log.warning("sweep: %s", error)
                 self._contact.lost()
-
-    async def _sweep(self, latest_ms: int) -> None:
-        say(await self._queue.run(sweep(self._queue.scripts, self._queue.settings.times, latest_ms)))

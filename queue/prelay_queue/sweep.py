@@ -27,11 +27,13 @@ CRASHED_ALONE = orjson.dumps(
 ).decode()
 
 
-def sweep(scripts: Scripts, times: QueueTimes, latest_ms: int = 0) -> Call[Reaped]:
+def sweep(scripts: Scripts, times: QueueTimes, server_ms: int) -> Call[Reaped]:
     """The call. Send it only after one lease of uninterrupted contact: an outage must not expire the world.
 
-    A call that reaches the server after `latest_ms` (server time; 0: whenever) does nothing.
+    `server_ms` is what the server's clock shows now. A call that is held up on its way, perhaps with everybody's
+    renewals behind it, does nothing.
     """
+    latest_ms = server_ms + times.lease_ms // 4
     grace_ms, check_ms = times.preempt_grace_ms, times.queued_check_ms
     return scripts.reap(LIMIT, grace_ms, check_ms, MAX_ALONE_CRASHES, CRASHED_ALONE, latest_ms, times.api_grace_ms)
 

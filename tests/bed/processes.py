@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -153,6 +154,24 @@ def fleet(queue: QueueSettings, model: Path) -> Iterator[Fleet]:
         raise
     finally:
         found.close()
+
+
+@contextlib.contextmanager
+def again_and_again(every_s: float, work: Callable[[], object]) -> Iterator[None]:
+    """Do `work` in a thread all the time."""
+    stopping = threading.Event()
+
+    def run() -> None:
+        while not stopping.wait(every_s):
+            work()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
 
 
 def until(what: Callable[[], Any], timeout_s: float = 15, every_s: float = 0.02) -> Any:

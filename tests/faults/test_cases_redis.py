@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -16,7 +14,7 @@ from prelay_queue.scripts import text
 from prelay_queue.settings import QueueTimes
 from prelay_worker.config import NullModel, Role
 from tests.bed.http import post
-from tests.bed.processes import until
+from tests.bed.processes import again_and_again, until
 from tests.bed.servers import Server, binary_of, make_server
 from tests.faults.crowd import Site, body, first_after, restarted, site
 from tests.faults.forked import ApiProcess, Forked
@@ -24,24 +22,6 @@ from tests.faults.proxy import LinkProxy
 from tests.faults.traffic import COMPLETIONS
 
 PRODUCT = QueueTimes()
-
-
-@contextmanager
-def again_and_again(every_s: float, work: Callable[[], object]) -> Iterator[None]:
-    """Do `work` in a thread all the time."""
-    stopping = threading.Event()
-
-    def run() -> None:
-        while not stopping.wait(every_s):
-            work()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopping.set()
-        thread.join()
 
 
 def ask(api: ApiProcess, prompt: int = 999, tokens: int = 3) -> httpx.Response:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from prelay_queue.errors import QueueFull
 from prelay_queue.keys import GROUP
 from prelay_worker.config import Role
-from tests.bed.processes import until
+from tests.bed.processes import again_and_again, until
 from tests.bed.servers import Server
 from tests.faults.fleet import NULL, TIMES, NullFleet, null_fleet
 from tests.faults.proxy import CuttingProxy
@@ -33,24 +32,6 @@ def working(server: Server, jobs: int = 12, max_tokens: int = 60, blocks: int = 
         fleet.submit(jobs, max_tokens=max_tokens)
         until(lambda: sum(len(fleet.view(client).ids) for client in fleet.clients) > 20)
         yield fleet
-
-
-@contextmanager
-def again_and_again(every_s: float, work: Callable[[], object]) -> Iterator[None]:
-    """Do `work` in a thread all the time."""
-    stopping = threading.Event()
-
-    def run() -> None:
-        while not stopping.wait(every_s):
-            work()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopping.set()
-        thread.join()
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,12 @@ local function conclude(id, from, ep, reason, err)
   tell(id, { 'e', id, ep, nx, reason, err })
 end
 
+-- Nobody watches any more: the job ends, and whoever runs it is told.
+local function abandon(id, st, ep, ow)
+  control(ow, 'stop', id, ep)
+  conclude(id, st, ep, 'cancelled', '')
+end
+
 -- Begin the next attempt at step 1, keeping the tokens below `resume`.
 local function restart(id, from, ep, resume)
   local nx = number(id, 'nx')

@@ -11,7 +11,6 @@ if token ~= '' then
   redis.call('HSET', jobkey(id), 'at', left)
   if left ~= '' then return 'watched' end
 end
-control(v[4], 'stop', id, tonumber(v[2]))
-conclude(id, v[1], tonumber(v[2]), 'cancelled', '')
+abandon(id, v[1], tonumber(v[2]), v[4])
 flush()
 return 'ended'

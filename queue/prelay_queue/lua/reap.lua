@@ -80,8 +80,7 @@ for _, api in ipairs(redis.call('ZRANGEBYSCORE', P .. 'apis', '-inf', now - api_
       local left, gone = without(v[3] or '', function(token) return string.sub(token, 1, #api + 1) == api .. '#' end)
       if gone then redis.call('HSET', jobkey(id), 'at', left) end
       if gone and left == '' then
-        control(v[4], 'stop', id, tonumber(v[2]))
-        conclude(id, v[1], tonumber(v[2]), 'cancelled', '')
+        abandon(id, v[1], tonumber(v[2]), v[4])
         table.insert(abandoned, id)
       end
     end

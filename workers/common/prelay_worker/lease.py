@@ -156,8 +156,7 @@ class LeaseKeeper:
         if self._beaten is None:
             return
         server_ms, at = self._beaten
-        latest_ms = server_ms + int((now - at) * 1000) + self._times.lease_ms // 4
-        say(self._queue.run(sweep(self._queue.scripts, self._times, latest_ms)))
+        say(self._queue.run(sweep(self._queue.scripts, self._times, server_ms + int((now - at) * 1000))))
 
     def farewell(self) -> None:
         """Remove the heartbeat: the fleet need not wait for it to expire."""
