@@ -76,7 +76,8 @@ def run_advice(queue: SyncQueue, finding: Finding, **names: str) -> None:
 
 
 def reap(queue: SyncQueue) -> None:
-    queue.run(sweep(queue.scripts, QueueTimes(queued_check_ms=0)))
+    seconds, _ = queue.redis.time()
+    queue.run(sweep(queue.scripts, QueueTimes(queued_check_ms=0), seconds * 1000))
 
 
 def test_a_sound_fleet_is_read_as_it_is(queue: SyncQueue) -> None:

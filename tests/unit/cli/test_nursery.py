@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -115,6 +116,7 @@ class Yard:
 
 @pytest.fixture
 async def yard(tmp_path: Path, supervisor: Supervisor, lines: Lines) -> AsyncIterator[Yard]:
+    gc.collect()  # what an earlier test left open is not this one's
     before = psutil.Process().num_fds()
     found = Yard(tmp_path, supervisor, lines)
     yield found
