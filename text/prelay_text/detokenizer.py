@@ -16,6 +16,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
+from .decoding import Piece
 from .tokenizer import Tokenizer
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -49,9 +50,7 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that is settled by this token: often its own, sometimes none, sometimes more."""
-        if token in self._skipped:
-            return ""
-        piece = self._tokenizer.piece(token, self._at_start)
+        piece = self.piece(token)
         if piece is None:
             return ""
         self._at_start = False
@@ -65,6 +64,10 @@ class Detokenizer:
             return self._out(self._run.close()) + self._out(piece)
         return self._out(piece)
 
+    def piece(self, token: int) -> Piece | None:
+        """What the token would give if it came next; None for one that gives no text (skipped, or unknown)."""
+        return None if token in self._skipped else self._tokenizer.piece(token, self._at_start)
+
     def extend(self, tokens: Iterable[int]) -> str:
         return "".join(map(self.push, tokens))
 
@@ -74,7 +77,7 @@ class Detokenizer:
         if not self._run.text or self._run.incomplete:
             return ""
         text = self._decoding.settle(self._run.text, self._first)
-        return text[_leading(text, self._decoding.strip, self._strip_left) :] if self._strip_left else text
+        return text[leading(text, self._decoding.strip, self._strip_left) :] if self._strip_left else text
 
     def flush(self) -> str:
         """The rest, now that no token follows: what was pending, U+FFFD for what is incomplete."""
@@ -89,7 +92,7 @@ class Detokenizer:
         return self._stripped(text) if self._strip_left else text
 
     def _stripped(self, text: str) -> str:
-        count = _leading(text, self._decoding.strip, self._strip_left)
+        count = leading(text, self._decoding.strip, self._strip_left)
         # The first other character ends the start of the text, and with it the stripping.
         self._strip_left = self._strip_left - count if count == len(text) else 0
         return text[count:]
@@ -105,19 +108,19 @@ def continues_text(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> bool:
 
 
 class _ByteRun:
-    """An open run of byte-fallback tokens. `text` is its complete characters so far."""
+    """An open run of byte-fallback tokens. `text` is its complete characters so far, `count` its bytes held back."""
 
     def __init__(self) -> None:
         self._clear()
 
     def _clear(self) -> None:
         self._decoder = _utf8_decoder("strict")
-        self._count = 0
-        self._broken = False
+        self.count = 0
+        self.broken = False
         self.text = ""
 
     def __bool__(self) -> bool:
-        return self._count > 0 or self._broken
+        return self.count > 0 or self.broken
 
     @property
     def incomplete(self) -> bool:
@@ -126,14 +129,14 @@ class _ByteRun:
 
     def push(self, byte: int) -> str:
         """What the byte settles: nothing while the run may still be valid."""
-        if self._broken:
+        if self.broken:
             return _REPLACEMENT
-        self._count += 1
+        self.count += 1
         try:
             self.text += self._decoder.decode(bytes([byte]))
         except UnicodeDecodeError:
-            self._broken, lost = True, self._count
-            self._count, self.text = 0, ""
+            self.broken, lost = True, self.count
+            self.count, self.text = 0, ""
             return _REPLACEMENT * lost
         return ""
 
@@ -143,12 +146,12 @@ class _ByteRun:
             self._decoder.decode(b"", final=True)
             text = self.text
         except UnicodeDecodeError:
-            text = _REPLACEMENT * self._count
+            text = _REPLACEMENT * self.count
         self._clear()
         return text
 
 
-def _leading(text: str, char: str, limit: int) -> int:
+def leading(text: str, char: str, limit: int) -> int:
     """How many of the first `limit` characters are `char` without a break."""
     count = 0
     while count < min(limit, len(text)) and text[count] == char:
