@@ -11,7 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from .bench.commands import bench_app
 from .errors import CliError
+from .examples import examples
 from .options import API, DECODE, PREFILL, SERVE, takes
 
 Given = dict[str, Any]
@@ -26,10 +28,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="The model: fetch the demo model, or see where a model lies.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
-
-
-def _examples(*lines: str) -> str:
-    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"[cyan]$ {line}[/cyan]" for line in lines)
+app.add_typer(bench_app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -50,7 +49,7 @@ def _root(
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "prelay serve",
         "prelay serve --model ./my-model --port 8080 --decode 2",
         "prelay serve --config prelay.toml --log-level debug",
@@ -66,7 +65,7 @@ def serve(given: Given, config: str | None) -> int:
     return body(load(given, config))
 
 
-@app.command(epilog=_examples("prelay api --redis-url unix:///run/prelay/redis.sock --model ./my-model --port 8000"))
+@app.command(epilog=examples("prelay api --redis-url unix:///run/prelay/redis.sock --model ./my-model --port 8000"))
 @takes(*API)
 def api(given: Given, config: str | None) -> int:
     """Run one API process against a queue that is there already."""
@@ -83,21 +82,21 @@ def _worker(role: str, given: Given, config: str | None) -> int:
     return run_worker(role, load(given, config))
 
 
-@app.command(epilog=_examples("prelay prefill --redis-url redis://queue:6379/0 --model ./my-model --threads 8"))
+@app.command(epilog=examples("prelay prefill --redis-url redis://queue:6379/0 --model ./my-model --threads 8"))
 @takes(*PREFILL)
 def prefill(given: Given, config: str | None) -> int:
     """Run one prefill worker: prompts into KV blocks."""
     return _worker("prefill", given, config)
 
 
-@app.command(epilog=_examples("prelay decode --redis-url redis://queue:6379/0 --model ./my-model --kv-blocks 4096"))
+@app.command(epilog=examples("prelay decode --redis-url redis://queue:6379/0 --model ./my-model --kv-blocks 4096"))
 @takes(*DECODE)
 def decode(given: Given, config: str | None) -> int:
     """Run one decode worker: KV blocks into tokens."""
     return _worker("decode", given, config)
 
 
-@app.command(epilog=_examples("prelay unified --redis-url redis://queue:6379/0 --model ./my-model"))
+@app.command(epilog=examples("prelay unified --redis-url redis://queue:6379/0 --model ./my-model"))
 @takes(*DECODE)
 def unified(given: Given, config: str | None) -> int:
     """Run one worker that does prefill and decode in one process."""
@@ -105,7 +104,7 @@ def unified(given: Given, config: str | None) -> int:
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "prelay doctor",
         "prelay doctor --model ./my-model --port 8080",
         "prelay doctor --redis-url redis://queue:6379/0 --json",
@@ -128,7 +127,7 @@ def doctor(given: Given, config: str | None, *, fix: bool, json: bool) -> int:
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "prelay chat",
         'prelay chat "Why is the sky blue?" --max-tokens 100',
         "prelay chat --url http://server:8000 --temperature 0.7 --seed 7",
@@ -150,7 +149,7 @@ def chat(
     raise typer.Exit(converse(conversation, question))
 
 
-@model_app.command("fetch-demo", epilog=_examples("prelay model fetch-demo"))
+@model_app.command("fetch-demo", epilog=examples("prelay model fetch-demo"))
 def model_fetch_demo() -> None:
     """Fetch the demo model (SmolLM2-135M-Instruct, 93 MB) and convert it, once."""
     from .model import fetch_demo_model
@@ -158,7 +157,7 @@ def model_fetch_demo() -> None:
     print(fetch_demo_model())
 
 
-@model_app.command("path", epilog=_examples("prelay model path", "prelay model path ./model.gguf"))
+@model_app.command("path", epilog=examples("prelay model path", "prelay model path ./model.gguf"))
 def model_path(
     model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or hub id; the demo model if absent.")] = None,
 ) -> None:

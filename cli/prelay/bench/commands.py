@@ -1,0 +1,117 @@
+"""The command line of `prelay bench`. What a command needs it imports when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ..examples import examples
+
+bench_app = typer.Typer(
+    help="Measure: a running server under load, the pipeline without a model, the engine without a queue.",
+    no_args_is_help=True,
+)
+
+_LOAD, _LENGTHS, _TARGETS, _OUTPUT = "Load", "Prompts and answers", "Targets", "Output"
+_LENGTH_FORMS = "a number, uniform:64-512, or lognormal:MEDIAN,SIGMA\\[,MAX]"
+
+
+def _option(words: str, metavar: str = "", panel: str = "Options", flag: str = "", **more: Any) -> Any:
+    names = [flag] if flag else []
+    return typer.Option(*names, help=words, metavar=metavar or None, rich_help_panel=panel, **more)
+
+
+Json = Annotated[str | None, _option("Write everything as JSON; - is stdout, alone.", "FILE", _OUTPUT)]
+Plot = Annotated[str | None, _option("Draw it.", "FILE.svg", _OUTPUT)]
+Note = Annotated[list[str] | None, _option("Add this to the report; may be repeated.", "NAME=VALUE", _OUTPUT)]
+
+
+@bench_app.command(
+    epilog=examples(
+        "prelay bench serve",
+        "prelay bench serve --concurrency 1,8,32 --input-len 128 --output-len 64 --json closed.json --plot closed.svg",
+        "prelay bench serve --rate 1,2,4 --duration 60 --input-len lognormal:200,0.8,1000 --output-len uniform:32-128",
+        "prelay bench serve --find-goodput --slo ttft=500,tpot=50",
+        "prelay bench serve --url http://other:8080 --dataset prompts.jsonl --no-ignore-eos --note server=another",
+    )
+)
+def serve(
+    url: Annotated[str, _option("Where the server is.", "URL")] = "http://127.0.0.1:8000",
+    model: Annotated[str, _option("The model to ask for; the first one served if absent.", "NAME")] = "",
+    concurrency: Annotated[
+        str,
+        _option(
+            "Closed loop: so many requests at a time, one level for each number. \\[default: 1,8,32]", "N,N", _LOAD
+        ),
+    ] = "",
+    rate: Annotated[str, _option("Open loop: requests a second, one level for each number.", "R,R", _LOAD)] = "",
+    burstiness: Annotated[
+        float, _option("Of an open loop: 1 is Poisson, less comes in bursts, more is more even.", "X", _LOAD, min=0.01)
+    ] = 1.0,
+    requests: Annotated[
+        int | None,
+        _option("Requests of a level. \\[default: 32, of a closed loop at least 4 per N]", "N", _LOAD, min=1),
+    ] = None,
+    duration: Annotated[
+        float | None, _option("Send new requests for so long instead; those under way end.", "SECONDS", _LOAD, min=0.1)
+    ] = None,
+    warmup: Annotated[int, _option("Requests before, which do not count.", "N", _LOAD, min=0)] = 4,
+    timeout: Annotated[float, _option("An answer that takes longer failed.", "SECONDS", _LOAD, min=0.1)] = 600.0,
+    input_len: Annotated[str, _option(f"Prompt tokens: {_LENGTH_FORMS}.", "LENGTH", _LENGTHS)] = "128",
+    output_len: Annotated[str, _option("Answer tokens, in the same ways.", "LENGTH", _LENGTHS)] = "64",
+    dataset: Annotated[
+        str | None,
+        _option('Lines of {"prompt": text or token ids, "output_len": tokens} instead.', "FILE.jsonl", _LENGTHS),
+    ] = None,
+    shared_prefix: Annotated[
+        int, _option("The first N prompt tokens are the same in all prompts.", "N", _LENGTHS, min=0)
+    ] = 0,
+    ids: Annotated[
+        str, _option("Random prompts are made of these ids.", "LOW-HIGH", _LENGTHS, "--token-ids")
+    ] = "100-30000",
+    ignore_eos: Annotated[
+        bool, _option("Answers have the length asked for; OpenAI's own API does not know it.", panel=_LENGTHS)
+    ] = True,
+    temperature: Annotated[float, _option("0 is greedy.", "T", _LENGTHS, min=0, max=2)] = 0.0,
+    seed: Annotated[int, _option("Of prompts, lengths and arrivals.", "N", _LENGTHS, min=0)] = 0,
+    slo: Annotated[
+        str | None, _option("Milliseconds that a request must keep together.", "ttft=500,tpot=50", _TARGETS)
+    ] = None,
+    find_goodput: Annotated[
+        bool,
+        _option("Look for the highest rate at which 90 % of the requests meet --slo.", "", _TARGETS, "--find-goodput"),
+    ] = False,
+    json: Json = None,
+    plot: Plot = None,
+    note: Note = None,
+) -> None:
+    """Send load to a running server and report latencies, rates and failures.
+
+    Prelay's or any other with OpenAI's streamed /v1/completions. Ctrl-C reports what was measured so far.
+    """
+    from . import parse, workload
+    from .client import Manner
+    from .figures import parse_slo
+    from .lengths import parse_lengths
+    from .output import Wanted
+    from .serve import Plan, run
+
+    words = {name: value for name, value in locals().items() if isinstance(value, str | int | float)}
+    output = parse_lengths(output_len, "--output-len")
+    plan = Plan(
+        url=url.rstrip("/").removesuffix("/v1"),
+        manner=Manner(model, temperature, ignore_eos, timeout),
+        workload=workload.chosen(dataset, parse_lengths(input_len, "--input-len"), output, shared_prefix, seed, ids),
+        concurrency=parse.counts(concurrency or ("" if rate or find_goodput else "1,8,32"), "--concurrency"),
+        rates=parse.numbers(rate, "--rate"),
+        burstiness=burstiness,
+        count=requests,
+        duration_s=duration,
+        warmup=warmup,
+        slo=parse_slo(slo) if slo else None,
+        find_goodput=find_goodput,
+        seed=seed,
+        words=words,
+    )
+    raise typer.Exit(run(plan, Wanted(json, plot), note or ()))

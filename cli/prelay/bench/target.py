@@ -1,0 +1,89 @@
+"""What answers at the URL: its model, and for a Prelay its workers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ..errors import CliError
+
+#: Of each worker's heartbeat.
+_KEPT = ("role", "dtype", "exact", "threads", "block_size", "context_len", "numerics")
+
+
+def describe(url: str, model: str | None) -> dict[str, Any]:
+    """Return {"url", "model"} and, where it is a Prelay, mode, exactness, threads, dtype and KV sizes.
+
+    Raise CliError with one line where nothing answers, or no OpenAI-style API.
+    """
+    with httpx.Client(base_url=url, timeout=httpx.Timeout(30, connect=5), trust_env=False) as client:
+        found: dict[str, Any] = {"url": url, "model": model or _first_model(client)}
+        return found | _workers(client)
+
+
+def _first_model(client: httpx.Client) -> str:
+    try:
+        return str(client.get("/v1/models").raise_for_status().json()["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        raise CliError(f"{client.base_url}v1/models answers with status {error.response.status_code}") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        why = str(error) or type(error).__name__
+        raise CliError(f"no server answers at {client.base_url} ({why}); start one: prelay serve") from None
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise CliError(f"{client.base_url} answers, and is no OpenAI-style API") from None
+
+
+def _workers(client: httpx.Client) -> dict[str, Any]:
+    try:
+        answer = client.get("/admin/workers")
+        beats = answer.json()["workers"] if answer.status_code == 200 else []
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        beats = []  # another kind of server: it tells nothing of this
+    return about_workers([beat for beat in beats if not beat.get("stale")])
+
+
+def about_workers(beats: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The one word each that a table has room for, and the workers themselves. Nothing is None: the server says not."""
+    workers = [_worker(beat) for beat in beats]
+    return {
+        "mode": _mode({str(worker["role"]) for worker in workers}),
+        "exact": _common(worker["exact"] for worker in workers),
+        "threads": _common(worker["threads"] for worker in workers),
+        "dtype": _common(worker["dtype"] for worker in workers),
+        "queue_server": _common(beat.get("server") for beat in beats),
+        "workers": workers,
+    }
+
+
+def _worker(beat: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: beat.get(name) for name in _KEPT}
+    kept["kv_blocks"] = (beat.get("kv") or {}).get("total")
+    if kept["threads"] is None and beat.get("host") == socket.gethostname():
+        kept["threads"] = _threads_of(beat.get("pid"))
+    return kept
+
+
+def _threads_of(pid: object) -> int | None:
+    """What a worker on this machine was started with, where this user may see it."""
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return int(dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)[b"OMP_NUM_THREADS"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _mode(roles: set[str]) -> str | None:
+    if not roles:
+        return None
+    if roles == {"unified"}:
+        return "unified"
+    return "disaggregated" if roles == {"prefill", "decode"} else "+".join(sorted(roles))
+
+
+def _common(values: Any) -> str | None:
+    found = sorted({str(value) for value in values if value is not None})
+    return " and ".join(found) or None
