@@ -92,9 +92,9 @@ class Pieces(Detokenizer):
             if text:  # the run is broken: each of its bytes is a character
                 self._settle([self._length + count for count, _ in self._waiting])
         else:
-            ahead = 0 if piece is None else self._ahead(piece)
+            place = self._length + self._ahead(piece)
             text = super().push(token)
-            self._offsets.append(self._length + ahead)
+            self._offsets.append(place)
         self._length += len(text)
         return text
 
@@ -108,10 +108,11 @@ class Pieces(Detokenizer):
         """Whether its place waits for the end of a run: that of a byte, or of a token without text inside the run."""
         return (isinstance(piece, int) and not self._run.broken) or (piece is None and self._run.count > 0)
 
-    def _ahead(self, piece: Piece) -> int:
-        """How many characters come out before the token's first: what it closes of earlier tokens."""
-        if isinstance(piece, bytes):
-            return _closed(self._bytes.getstate()[0], piece[:1]) if self._bytes else 0
+    def _ahead(self, piece: Piece | None) -> int:
+        """How many characters stand between what is settled and the token's place: what it closes of earlier tokens."""
+        if self._bytes:
+            begun = self._bytes.getstate()[0]
+            return _last(begun + piece[:1]) if begun and isinstance(piece, bytes) else _last(begun)
         if not self._waiting:
             return 0
         self._settle(self._of_run())
@@ -154,9 +155,10 @@ class Pieces(Detokenizer):
         return self._strip_left - count if count == len(before) else 0
 
 
-def _closed(begun: bytes, byte: bytes) -> int:
-    """How many characters the bytes of a begun one are closed to by the next byte; none where it continues them.
+def _last(begun: bytes) -> int:
+    """The place, from where begun bytes begin, of the character that holds the last of them.
 
-    More than one where Python waits with bytes that are no character any more (ED A0, a surrogate).
+    Bytes that can make one character are one; others come where Python still waits with what cannot (ED A0, half
+    a surrogate pair), or with the byte that breaks a character off.
     """
-    return len((begun + byte).decode("utf-8", "replace")) - 1 if begun and byte else 0
+    return max(0, len(begun.decode("utf-8", "replace")) - 1)
