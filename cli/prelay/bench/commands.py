@@ -115,3 +115,42 @@ def serve(
         words=words,
     )
     raise typer.Exit(run(plan, Wanted(json, plot), note or ()))
+
+
+@bench_app.command(
+    epilog=examples(
+        "prelay bench pipeline",
+        "prelay bench pipeline --streams 1,8,64,256 --tokens 512 --json pipeline.json --plot pipeline.svg",
+        "prelay bench pipeline --model ./my-model --step-ms 20",
+    )
+)
+def pipeline(
+    streams: Annotated[str, _option("Requests at a time, one level for each number.", "N,N", _LOAD)] = "64",
+    tokens: Annotated[int, _option("Tokens of each answer.", "N", _LOAD, min=1, max=100_000)] = 512,
+    prompt: Annotated[int, _option("Tokens of each prompt.", "N", _LOAD, min=1, max=30_000)] = 128,
+    runs: Annotated[int, _option("Rounds of each level; the median counts.", "N", _LOAD, min=1)] = 3,
+    hold: Annotated[float, _option("Go on for so long, to be profiled.", "SECONDS", _LOAD, min=0)] = 0.0,
+    step_ms: Annotated[float, _option("What a step of the null model takes.", "MS", _LOAD, min=0, max=60_000)] = 0.0,
+    model: Annotated[
+        str | None,
+        _option("Use the tokenizer of this model, not one whose ids are words.", "FOLDER", "Prompts and answers"),
+    ] = None,
+    json: Json = None,
+    plot: Plot = None,
+    note: Note = None,
+) -> None:
+    """Measure what everything but the model costs: API, queue, workers and streams, with a fake model.
+
+    Starts a service of its own (prefill and decode workers, a private server) and stops it. Reports tokens a second,
+    the CPU time of each process per token, and what a live request takes in Redis.
+    """
+    from pathlib import Path
+
+    from . import parse
+    from .output import Wanted
+    from .pipeline import Plan, run
+
+    words = {name: value for name, value in locals().items() if isinstance(value, str | int | float)}
+    folder = Path(model).absolute() if model else None
+    plan = Plan(parse.counts(streams, "--streams"), tokens, prompt, runs, step_ms, hold, folder, words)
+    raise typer.Exit(run(plan, Wanted(json, plot), note or ()))

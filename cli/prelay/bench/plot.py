@@ -31,7 +31,9 @@ class Panel:
 
 def draw(title: str, note: str, panels: Sequence[Panel]) -> str:
     """The whole picture."""
-    width, height = _WIDTH * len(panels), _HEAD + _HEIGHT + _FOOT
+    # About the width of a letter of each; no viewer measures text for us.
+    width = max(_WIDTH * len(panels), round(32 + 8.6 * len(title)), round(32 + 6.2 * len(note)))
+    height = _HEAD + _HEIGHT + _FOOT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>',

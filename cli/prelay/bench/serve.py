@@ -241,10 +241,13 @@ def _panels(data: dict[str, Any], session: _Session) -> list[Panel]:
         ]
 
     rates = [(level[key], level["tokens_out_per_s"]) for level in levels]
+    met = [(level[key], 100 * level["attainment"]) for level in levels if "attainment" in level]
+    targets = Panel("requests that met their targets", x, "%", [("met", met)], even=closed)
     return [
         Panel("time to first token (TTFT)", x, "milliseconds", lines("ttft"), even=closed),
         Panel("time per output token (TPOT)", x, "milliseconds", lines("tpot"), even=closed),
         Panel("throughput", x, "output tokens a second", [("all requests", rates)], even=closed),
+        *([targets] if met else []),
     ]
 
 
