@@ -18,6 +18,7 @@ from prelay_worker.claimer import Claimer
 from prelay_worker.config import Role
 from prelay_worker.lease import LeaseKeeper
 from prelay_worker.messages import Claimed, Message
+from prelay_worker.policy import Opening
 from tests.bed.processes import fast_times, until
 from tests.bed.servers import Server
 from tests.integration.queue_desk import JOB, P1, ServerDesk, new_job
@@ -41,7 +42,7 @@ class Claiming:
 
     def open(self, slots: int = 1) -> None:
         """The model loop has turned: there is room, and it has what was claimed before."""
-        self.admission.publish(blocks=10_000, slots=slots, closed=False)
+        self.admission.publish(10_000, slots, Opening(room=3))
 
     def next(self) -> Claim:
         """The next job, whenever it comes; the loop goes on turning, with room for one at a time."""
@@ -100,7 +101,7 @@ def test_an_entry_that_a_dead_worker_took_along_is_found_however_often_the_threa
         claiming.desk.submit(new_job(f"a{n}/0"))
         claiming.next()
         # Handed to a worker that dies before it claims. No other job comes.
-        claiming.admission.publish(0, 0, closed=True)
+        claiming.admission.publish(0, 0, Opening())
         claiming.desk.submit(new_job(f"b{n}/0"))
         until(lambda: _deliver_to_the_dead(claiming))
         assert claiming.next().id == f"b{n}/0"
@@ -184,7 +185,7 @@ def test_higher_classes_come_first_and_the_lower_ones_do_not_starve(claiming: Cl
 
 def test_a_restarted_job_comes_before_the_new_ones_of_its_class(claiming: Claiming) -> None:
     desk = claiming.desk
-    claiming.admission.publish(0, 0, closed=True)
+    claiming.admission.publish(0, 0, Opening())
     desk.submit(new_job("old/0"))
     stream, entry, job = desk.deliver(P1)
     desk.run(desk.scripts.claim(stream, entry, job, P1, 1))

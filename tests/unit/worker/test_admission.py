@@ -8,40 +8,70 @@ import pytest
 
 from prelay_worker import admission as module
 from prelay_worker.admission import Admission
+from prelay_worker.policy import Opening
 
 BLOCK = 4
+OPEN, SHUT = Opening(room=3), Opening()
 
 
 def test_nothing_is_claimed_before_the_model_loop_has_spoken() -> None:
     assert not Admission(BLOCK).wait_open(0)
 
 
-@pytest.mark.parametrize(("blocks", "slots", "closed", "is_open"), [
-    (1, 1, False, True), (0, 1, False, False), (1, 0, False, False), (9, 9, True, False),
+@pytest.mark.parametrize(("blocks", "slots", "opening", "classes"), [
+    (1, 1, OPEN, 3), (0, 1, OPEN, 0), (1, 0, OPEN, 0), (9, 9, SHUT, 0),
+    (1, 1, Opening(3, 2), 3), (0, 1, Opening(3, 2), 2), (1, 0, Opening(3, 2), 2), (1, 1, Opening(1, 2), 1),
 ])  # fmt: skip
-def test_it_is_open_while_blocks_and_slots_are_free(blocks: int, slots: int, closed: bool, is_open: bool) -> None:
+def test_it_is_open_while_blocks_and_slots_are_free_or_can_be_freed(
+    blocks: int, slots: int, opening: Opening, classes: int
+) -> None:
     admission = Admission(BLOCK)
-    admission.publish(blocks, slots, closed)
-    assert admission.wait_open(0) is is_open
+    admission.publish(blocks, slots, opening)
+    assert admission.wait_open(0) == classes
+
+
+def test_where_there_is_no_room_one_job_is_claimed_at_a_time() -> None:
+    admission = Admission(BLOCK)
+    admission.publish(0, 0, Opening(3, 2))
+    admission.charge("a", 7, alone=False)
+    admission.publish(0, 0, Opening(3, 2))  # the loop has not seen it
+    assert admission.wait_open(0) == 0
+    admission.settle("a")
+    admission.publish(0, 0, Opening(3, 1))
+    assert admission.wait_open(0) == 1
+
+
+def test_whoever_waits_for_more_classes_is_not_woken_by_fewer() -> None:
+    admission = Admission(BLOCK)
+    admission.publish(0, 0, Opening(3, 2))
+    woken = threading.Event()
+    waiter = threading.Thread(target=lambda: (admission.wait_wider(2, 10), woken.set()))
+    waiter.start()
+    admission.publish(0, 0, Opening(3, 1))
+    admission.publish(0, 0, Opening(3, 2))
+    assert not woken.wait(0.05)
+    admission.publish(9, 1, Opening(3, 2))
+    assert woken.wait(10)
+    waiter.join()
 
 
 def test_what_is_claimed_but_not_admitted_yet_counts() -> None:
     admission = Admission(BLOCK)
-    admission.publish(blocks=3, slots=9, closed=False)
+    admission.publish(3, 9, OPEN)
     admission.charge("a", tokens=7, alone=False)  # 8 with the next one: 2 blocks
     assert admission.wait_open(0)
     admission.charge("b", tokens=3, alone=False)
     assert not admission.wait_open(0)
-    admission.publish(blocks=3, slots=9, closed=False)  # the loop has not seen them yet
+    admission.publish(3, 9, OPEN)  # the loop has not seen them yet
     assert not admission.wait_open(0)
     admission.settle("a")
-    admission.publish(blocks=2, slots=9, closed=False)
+    admission.publish(2, 9, OPEN)
     assert admission.wait_open(0)
 
 
 def test_slots_are_not_claimed_twice() -> None:
     admission = Admission(BLOCK)
-    admission.publish(blocks=99, slots=2, closed=False)
+    admission.publish(99, 2, OPEN)
     admission.charge("a", 1, alone=False)
     assert admission.wait_open(0)
     admission.charge("b", 1, alone=False)
@@ -50,17 +80,17 @@ def test_slots_are_not_claimed_twice() -> None:
 
 def test_a_claim_that_does_not_fit_closes_until_the_loop_has_it() -> None:
     admission = Admission(BLOCK)
-    admission.publish(blocks=2, slots=9, closed=False)
+    admission.publish(2, 9, OPEN)
     admission.charge("large", tokens=100, alone=False)
     assert not admission.wait_open(0)
     admission.settle("large")
-    admission.publish(blocks=2, slots=9, closed=True)  # it waits as the head now
+    admission.publish(2, 9, SHUT)  # it waits as the head now
     assert not admission.wait_open(0)
 
 
 def test_a_claim_that_must_run_alone_closes_at_once() -> None:
     admission = Admission(BLOCK)
-    admission.publish(blocks=99, slots=9, closed=False)
+    admission.publish(99, 9, OPEN)
     admission.charge("a", 1, alone=True)
     assert not admission.wait_open(0)
 
@@ -69,20 +99,20 @@ def test_a_loop_that_is_long_in_one_step_closes_and_opens_by_itself(monkeypatch:
     now = 100.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     admission = Admission(BLOCK)
-    admission.publish(9, 9, closed=False)
+    admission.publish(9, 9, OPEN)
     now += module.STEP_S + 0.1
     assert not admission.wait_open(0)
-    admission.publish(9, 9, closed=False)
+    admission.publish(9, 9, OPEN)
     assert admission.wait_open(0)
 
 
 def test_whoever_waits_is_woken_by_the_loop() -> None:
     admission = Admission(BLOCK)
-    opened: list[bool] = []
+    opened: list[int] = []
     waiter = threading.Thread(target=lambda: opened.append(admission.wait_open(10)))
     waiter.start()
-    admission.publish(1, 1, closed=False)
+    admission.publish(1, 1, OPEN)
     waiter.join(10)
-    assert opened == [True]
-    admission.publish(0, 0, closed=False)
+    assert opened == [3]
+    admission.publish(0, 0, OPEN)
     assert not admission.wait_open(0.01)

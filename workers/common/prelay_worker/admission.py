@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+from .policy import Opening
+
 #: While the model loop is in one step for longer than this nothing is claimed: it could not begin before the step ends,
 #: another worker might; and a loop that hangs must not eat job after job.
 STEP_S = 1.0
@@ -14,7 +16,8 @@ class Admission:
     """Blocks and slots that are free, less what is claimed but has not reached the model loop yet.
 
     A claim that does not fit is still taken, once: it then waits in the worker as the head and closes admission
-    (no put-back dance, so no livelock between workers, and no job is overtaken for ever).
+    (no put-back dance, so no livelock between workers, and no job is overtaken for ever). While there is no room, one
+    job at a time is taken of those classes for which the loop would make some.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -23,23 +26,32 @@ class Admission:
         self._blocks = 0
         self._slots = 0
         self._inflight: dict[str, int] = {}
-        self._closed = True
+        self._opening = Opening()
         self._published = 0.0  # monotonic seconds
 
     def __repr__(self) -> str:
-        return f"Admission(blocks={self._blocks}, slots={self._slots}, inflight={len(self._inflight)}, {self._closed=})"
+        inflight = len(self._inflight)
+        return f"Admission(blocks={self._blocks}, slots={self._slots}, inflight={inflight}, {self._opening})"
 
-    def publish(self, blocks: int, slots: int, closed: bool) -> None:
-        """The model loop's view: free blocks and slots, and whether a head waits (or we drain)."""
+    def publish(self, blocks: int, slots: int, opening: Opening) -> None:
+        """The model loop's view: free blocks and slots, and which classes it would take more jobs of."""
         with self._changed:
-            self._blocks, self._slots, self._closed = blocks, slots, closed
+            self._blocks, self._slots, self._opening = blocks, slots, opening
             self._published = time.monotonic()
             self._changed.notify_all()
 
-    def wait_open(self, timeout_s: float) -> bool:
-        """Wait until one more job may be claimed; False when none may by then. With 0 it only looks."""
+    def wait_open(self, timeout_s: float) -> int:
+        """Wait until one more job may be claimed: of how many classes, the most urgent first. 0: of none by then.
+
+        With a time of 0 it only looks.
+        """
         with self._changed:
-            return self._changed.wait_for(self._is_open, timeout_s)
+            return self._changed.wait_for(self._classes, timeout_s)
+
+    def wait_wider(self, classes: int, timeout_s: float) -> None:
+        """Wait until more than so many classes may be claimed, or the time has passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._classes() > classes, timeout_s)
 
     def charge(self, key: str, tokens: int, alone: bool) -> None:
         """A job was claimed. If it does not fit it becomes the head and nothing more is claimed for now."""
@@ -47,14 +59,16 @@ class Admission:
         with self._changed:
             self._inflight[key] = blocks
             if alone or sum(self._inflight.values()) > self._blocks:
-                self._closed = True
+                self._opening = Opening()
 
     def settle(self, key: str) -> None:
         """The model loop has the job now."""
         with self._changed:
             self._inflight.pop(key, None)
 
-    def _is_open(self) -> bool:
-        if self._closed or len(self._inflight) >= self._slots or time.monotonic() - self._published > STEP_S:
-            return False
-        return sum(self._inflight.values()) < self._blocks
+    def _classes(self) -> int:
+        if time.monotonic() - self._published > STEP_S:
+            return 0
+        if len(self._inflight) < self._slots and sum(self._inflight.values()) < self._blocks:
+            return self._opening.room
+        return 0 if self._inflight else self._opening.full

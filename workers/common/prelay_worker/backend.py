@@ -37,6 +37,15 @@ class EngineLike(Protocol):
         """Can a sequence of this many tokens be admitted now?"""
         ...
 
+    @property
+    def spare(self) -> int:
+        """Blocks for admissions. Below 0 when what runs will ask for more than there are."""
+        ...
+
+    def gives(self, key: str) -> int:
+        """Blocks by which `spare` grows when this sequence is dropped or released."""
+        ...
+
     def add(self, sequence: Sequence) -> None:
         """Prefill it here. Takes all blocks it needs now, or raises."""
         ...

@@ -20,8 +20,13 @@ from prelay_queue.scripts import text
 from .admission import Admission
 from .lease import LeaseKeeper
 from .messages import Claimed, Message, key_of
+from .policy import CLASSES, starts_at
 
 log = logging.getLogger("prelay.claim")
+
+#: While only the upper classes may be claimed, their streams are looked at this often. They are not waited for in a
+#: blocking read: a worker with room, which does wait, is to have such a job first.
+LOOK_S = 0.05
 
 
 class Claimer:
@@ -47,7 +52,7 @@ class Claimer:
         self._recover_own = True  # after any error: look at our own pending entries first
         self._asked: tuple[str, str, str] | None = None  # a claim (stream, entry, job) whose answer never came
         self._cursors = dict.fromkeys(self._streams, "0-0")
-        self._steal_at = 0.0  # monotonic seconds
+        self._steal_at = [0.0] * (CLASSES + 1)  # monotonic seconds, by how many classes may be claimed
         self._turn = 0
         self._thread = threading.Thread(target=self._run, name="claim", daemon=True)
 
@@ -61,10 +66,11 @@ class Claimer:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            if not self._admission.wait_open(0.5):
+            classes = self._admission.wait_open(0.5)
+            if not classes:
                 continue
             try:
-                self._turn_once()
+                self._turn_once(classes)
             except ResponseError as error:
                 if not is_missing_group(error):
                     log.error("claim: %s", error)
@@ -84,17 +90,22 @@ class Claimer:
                     log.warning("claim: %s", error)
                     self._stopping.wait(0.5)
 
-    def _turn_once(self) -> None:
-        """1 what an error left open, 2 others' abandoned entries, 3 new ones in order, 4 block."""
+    def _turn_once(self, classes: int) -> None:
+        """1 what an error left open, 2 others' abandoned entries, 3 new ones in order, 4 block.
+
+        While only the upper `classes` may be claimed, none of it looks at the others, but what an error left open.
+        """
         if self._recover_own:
             self._recover()
-        self._turn += 1
-        if time.monotonic() >= self._steal_at and self._steal():
+        if time.monotonic() >= self._steal_at[classes] and self._steal(classes):
             return
-        for stream in self._filled(self._order()):
+        for stream in self._filled(self._order(classes)):
             if self._take(self._read([stream], ">", None)):
                 return
-        self._take(self._read(list(self._streams), ">", 1000))
+        if classes < CLASSES:
+            self._admission.wait_wider(classes, LOOK_S)
+        else:
+            self._take(self._read(list(self._streams), ">", 1000))
 
     def _recover(self) -> None:
         """At the start and after an error: the claim that got no answer, our pending entries, dead consumers."""
@@ -105,10 +116,13 @@ class Claimer:
         self._queue.run(self._queue.scripts.tidy())
         self._recover_own = False
 
-    def _order(self) -> tuple[str, ...]:
-        """Serving order, with a share for the lower classes so that none starves: 1 turn in 10 begins at batch."""
-        pairs = [self._streams[i : i + 2] for i in range(0, len(self._streams), 2)]
-        start = {8: 1, 9: 1, 0: 2}.get(self._turn % 10, 0)
+    def _order(self, classes: int) -> tuple[str, ...]:
+        """Serving order. Where all may be claimed, with a share for the lower classes, so that none starves."""
+        start = 0
+        if classes == CLASSES:
+            self._turn += 1
+            start = starts_at(self._turn)
+        pairs = [self._streams[i : i + 2] for i in range(0, 2 * classes, 2)]
         return tuple(stream for pair in pairs[start:] + pairs[:start] for stream in pair)
 
     def _filled(self, streams: tuple[str, ...]) -> list[str]:
@@ -129,10 +143,10 @@ class Claimer:
                 taken = True
         return taken
 
-    def _steal(self) -> bool:
+    def _steal(self, classes: int) -> bool:
         """Take over what a consumer was handed and never claimed. The cursor goes on where it ended."""
         stolen, idle_ms = False, self._queue.settings.times.pending_idle_ms
-        for stream in self._streams:
+        for stream in self._streams[: 2 * classes]:
             cursor, entries, *_ = self._queue.redis.xautoclaim(
                 stream, GROUP, self._worker, min_idle_time=idle_ms, start_id=self._cursors[stream], count=1
             )
@@ -141,7 +155,7 @@ class Claimer:
                 self._claim_entry(stream, text(entry), fields)
                 stolen = True
         if not stolen:
-            self._steal_at = time.monotonic() + idle_ms / 2000
+            self._steal_at[classes] = time.monotonic() + idle_ms / 2000
         return stolen
 
     def _claim_entry(self, stream: str, entry: str, fields: dict[bytes, bytes] | None) -> None:

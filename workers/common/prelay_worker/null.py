@@ -100,7 +100,14 @@ class NullEngine:
         return self._blocks(total_tokens) <= self._total
 
     def room(self, tokens: int) -> bool:
-        return self._blocks(tokens) <= self._free() and len(self._held) < self._max_running
+        return self._blocks(tokens) <= self.spare and self.running + self.waiting < self._max_running
+
+    @property
+    def spare(self) -> int:
+        return self._free()
+
+    def gives(self, key: str) -> int:
+        return self._held[key].blocks
 
     def _take(self, sequence: Sequence, state: str) -> None:
         tokens = len(sequence.prompt_ids) + len(sequence.ids)

@@ -17,51 +17,32 @@ import queue
 import signal
 import socket
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import orjson
 
 from prelay_engine.sequence import NewToken, Sequence, Step
 from prelay_queue import trace
 from prelay_queue.client import SyncQueue
-from prelay_queue.job import Claim, FinishReason, Priority
+from prelay_queue.job import Claim, FinishReason
 
+from . import policy
 from .admission import Admission
+from .attempt import Attempt
 from .backend import Backend
 from .claimer import Claimer
 from .config import WorkerConfig
 from .control import Control
+from .heads import Heads
 from .lease import LeaseKeeper
 from .messages import Claimed, Copied, Drain, Evict, Exported, Message, Release, Stop, key_of
-from .writer import Begin, Fail, Forget, GiveUp, Matcher, Tokens, Write, Writer
+from .writer import Begin, Fail, Forget, GiveUp, Matcher, Recall, Tokens, Write, Writer
 
 log = logging.getLogger("prelay.worker")
 
-_PRIORITY = {Priority.INTERACTIVE: 0, Priority.NORMAL: 1, Priority.BATCH: 2}
-
 #: Builds a stop-string matcher that has seen `ids`; None when the job has no stop strings.
 MatcherFactory = Callable[[Claim], Matcher | None]
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One attempt that this worker holds. `emitted` counts the tokens put to the writer, over the whole answer."""
-
-    claim: Claim
-    emitted: int
-    exported: bool = False
-    released: bool = False  # the release overtook the answer to our own hand-over
-
-    @property
-    def key(self) -> str:
-        return key_of(self.claim.id, self.claim.epoch)
-
-    @property
-    def alone(self) -> bool:
-        """Whether it may have no neighbour yet: it is not past the step at which it crashed."""
-        return self.emitted <= self.claim.alone_until
 
 
 class Worker(ABC):
@@ -88,7 +69,7 @@ class Worker(ABC):
         self._make_matcher = matcher
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.attempts: dict[str, Attempt] = {}
-        self._heads: deque[Claim] = deque()  # claimed, and waiting for room in claim order
+        self._heads = Heads(config.patience_s, self._needs, self.reserved)
         self._wanted_back: dict[str, bool] = {}  # evictions asked for before their claim arrived
         self._draining = False
         self._admission = Admission(backend.block_size)
@@ -227,42 +208,74 @@ class Worker(ABC):
                 400,
             )
             return
-        self._heads.append(claim)
+        self._heads.add(claim)
 
     def _admit_heads(self) -> None:
-        """Admit in claim order; the first that does not fit keeps the others waiting, so it cannot starve."""
-        while self._heads and self._has_room(self._heads[0]):
-            claim = self._heads.popleft()
-            attempt = Attempt(claim, emitted=len(claim.ids))
-            self.attempts[attempt.key] = attempt
-            trace.mark(f"{self.config.role}.start", claim.id, len(claim.ids))
-            matcher = self._make_matcher(claim)
-            if matcher is not None:
-                self.writer.watch(attempt.key, matcher)
-            self.admit(claim, self._sequence(claim))
+        """Carry out what the policy decides, until there is nothing more to do."""
+        while self._heads:
+            holders = [self._holder(attempt) for attempt in self.attempts.values()]
+            match policy.decide(self._heads.rows(), holders, self._room()):
+                case policy.Begin(key):
+                    self._begin(*self._heads.pop(key))
+                case policy.Evict(keys):
+                    for key in keys:
+                        self._make_room(self.attempts[key])
+                case None:
+                    return
 
-    def _has_room(self, claim: Claim) -> bool:
-        if claim.alone and (self.engine.running or self.engine.waiting):
-            return False
-        if self._runs_alone():
-            return False
-        if self.reserved(claim):
-            return self.engine.room(len(claim.spec.prompt_ids) + claim.spec.sampling.max_tokens)
-        return self.engine.room(self.tokens_needed(claim))
+    def _begin(self, claim: Claim, urgency: int) -> None:
+        attempt = Attempt(claim, len(claim.ids), urgency, self._needs(claim) if self.reserved(claim) else 0)
+        self.attempts[attempt.key] = attempt
+        trace.mark(f"{self.config.role}.start", claim.id, len(claim.ids))
+        matcher = self._make_matcher(claim)
+        if matcher is not None:
+            self.writer.watch(attempt.key, matcher)
+        self.admit(claim, self._sequence(attempt))
+
+    def _make_room(self, attempt: Attempt) -> None:
+        """Evict an attempt for a more urgent head. What may be read by a decode worker is asked back first."""
+        log.info("%s makes room for a more urgent job", attempt.key)
+        if attempt.exported:
+            attempt.leaving = True
+            self._put([Recall(attempt.claim.id, attempt.claim.epoch, "urgent")])
+        else:
+            self._evict(attempt, "urgent")
+
+    # What the policy is told.
+
+    def _needs(self, claim: Claim) -> int:
+        """Blocks that the attempt takes when it begins."""
+        total = len(claim.spec.prompt_ids) + claim.spec.sampling.max_tokens
+        tokens = total if self.reserved(claim) else self.tokens_needed(claim)
+        return -(-tokens // self.backend.block_size)
+
+    def _holder(self, attempt: Attempt) -> policy.Holder:
+        return attempt.holder(self.engine.gives(attempt.key), self.config.max_preemptions)
+
+    def _room(self) -> policy.Room:
+        # A held sequence, waiting to be copied away, takes blocks but no slot.
+        slots = max(0, self.config.max_running - self.engine.running - self.engine.waiting)
+        closed = self._draining or self._runs_alone()
+        return policy.Room(self.engine.spare, slots, self.engine.stats().total, closed)
+
+    def _opening(self, room: policy.Room) -> policy.Opening:
+        evictable = (a for a in self.attempts.values() if a.urgency >= policy.EVICTABLE)
+        return policy.opening(self._heads.rows(), map(self._holder, evictable), room)
 
     def reserved(self, claim: Claim) -> bool:
-        """After `max_preemptions` a job gets its full remaining KV at admission, and is not preempted again."""
+        """After `max_preemptions` a job gets its full remaining KV at admission, and is not evicted again."""
         return claim.preemptions >= self.config.max_preemptions
 
-    def _sequence(self, claim: Claim) -> Sequence:
+    def _sequence(self, attempt: Attempt) -> Sequence:
+        claim = attempt.claim
         return Sequence(
-            key=key_of(claim.id, claim.epoch),
+            key=attempt.key,
             prompt_ids=claim.spec.prompt_ids,
             sampling=claim.spec.sampling,
             ids=list(claim.ids),
-            priority=_PRIORITY[claim.spec.priority],
+            priority=attempt.urgency,
             arrival_ms=claim.submitted_ms,
-            reserved=self.reserved(claim),
+            reserved=attempt.reserved > 0,
         )
 
     def _after(self, step: Step) -> None:
@@ -275,6 +288,7 @@ class Worker(ABC):
             attempt.emitted = new.seq + 1
             trace.mark("prefill.sampled" if new.key in held else "step.end", attempt.claim.id, new.seq)
             if new.key in held and new.finish is None:
+                attempt.slot, attempt.moving = False, True
                 self.on_held(new.key, new)
                 continue
             if new.finish is FinishReason.ERROR:
@@ -294,10 +308,8 @@ class Worker(ABC):
     def _publish(self) -> None:
         self.leases.stamp()
         stats = self.engine.stats()
-        # A held sequence, waiting to be copied away, takes blocks but no slot.
-        slots = max(0, self.config.max_running - self.engine.running - self.engine.waiting)
-        closed = bool(self._heads) or self._draining or self._runs_alone()
-        self._admission.publish(stats.free, slots, closed)
+        room = self._room()
+        self._admission.publish(stats.free + stats.cached, room.slots, self._opening(room))
         self.leases.publish(
             {
                 **self._about,
@@ -343,7 +355,7 @@ class Worker(ABC):
             job, _, epoch = key.rpartition("@")
             self.leases.drop(job, int(epoch))
             return
-        attempt.exported = True
+        attempt.exported, attempt.moving = True, False
         if attempt.released:
             self._free(attempt)
 
@@ -362,8 +374,7 @@ class Worker(ABC):
 
     def _take_heads(self, wanted: Callable[[Claim], bool]) -> list[Claim]:
         """Remove claims that wait for room, and their leases."""
-        taken = [claim for claim in self._heads if wanted(claim)]
-        self._heads = deque(claim for claim in self._heads if not wanted(claim))
+        taken = self._heads.take(wanted)
         for claim in taken:
             self.leases.drop(claim.id, claim.epoch)
         return taken

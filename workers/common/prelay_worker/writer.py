@@ -20,7 +20,7 @@ from prelay_queue.errors import QueueError, QueueUnavailable
 from prelay_queue.job import FinishReason
 from prelay_queue.scripts import Call, Emission
 
-from .messages import Exported, Message, Stop, key_of
+from .messages import Exported, Message, Release, Stop, key_of
 
 log = logging.getLogger("prelay.writer")
 
@@ -66,6 +66,13 @@ class Adopt(Write):
 @dataclass(frozen=True, slots=True)
 class GiveUp(Write):
     """The attempt's KV is freed; the job goes back to step 1."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recall(Write):
+    """A job that waits for a decode worker goes back to step 1, if none has claimed it; only then is its KV freed."""
 
     reason: str
 
@@ -232,7 +239,7 @@ class Writer:
                 return self._scripts.handoff(job, epoch, self._worker, seq, token, kv, self._domain, lease_ms)
             case Adopt(job, epoch):
                 return self._scripts.adopt(job, epoch, self._worker)
-            case GiveUp(job, epoch, reason):
+            case GiveUp(job, epoch, reason) | Recall(job, epoch, reason):
                 return self._scripts.preempt(job, epoch, self._worker, reason)
             case Fail(job, epoch, seq, body):
                 return self._scripts.finish(job, epoch, self._worker, seq, (), FinishReason.ERROR, body)
@@ -245,6 +252,10 @@ class Writer:
             if code == "ok":
                 if isinstance(write, Handoff):
                     self._post(Exported(write.key))
+                elif isinstance(write, Recall):
+                    self._post(Release(write.job, write.epoch))
+            elif isinstance(write, Recall):
+                pass  # claimed meanwhile, or over: as with every export, we are told when nobody reads it any more
             else:
                 # fenced, done, gone, gap, illegal or refused: this attempt is not ours to write any more.
                 self._end(write.key)

@@ -39,6 +39,7 @@ class DecodeWorker(Worker):
         return len(claim.spec.prompt_ids) + len(claim.ids)
 
     def admit(self, claim: Claim, sequence: Sequence) -> None:
+        self.attempts[sequence.key].moving = True
         self.engine.receive(sequence)
         self._copiers.submit(self._copy, claim)
 
@@ -62,6 +63,7 @@ class DecodeWorker(Worker):
         claim = attempt.claim
         if message.error is None:
             trace.mark("decode.copied", claim.id, len(claim.ids))
+            attempt.moving = False
             self.engine.join(message.key)
             self._put([Adopt(claim.id, claim.epoch)])
             return

@@ -61,14 +61,21 @@ class Engine:
         return total_tokens <= self._model.context_len and self._kv.blocks_for(total_tokens) <= self._kv.pool.size
 
     def room(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens should be admitted now.
+        """Whether a sequence of so many tokens should be admitted now."""
+        return self._slot_free() and self._kv.blocks_for(tokens) <= self.spare
+
+    @property
+    def spare(self) -> int:
+        """Blocks for admissions; below 0 when there are too few for what runs.
 
         One block is left free for each running sequence that may still ask for one, so that an admission does
         not evict somebody at once.
         """
-        running = (entry.sequence for entry in self._in_phase(Phase.PREFILL, Phase.DECODE))
-        growing = sum(not (sequence.reserved or sequence.hand_over) for sequence in running)
-        return self._slot_free() and self._kv.blocks_for(tokens) + growing <= self._kv.pool.free
+        return self._kv.pool.free - sum(map(_grows, self._entries.values()))
+
+    def gives(self, key: str) -> int:
+        """Blocks by which `spare` grows when `key` is dropped or released."""
+        return self._kv.pool.count(key) + _grows(self._entries[key])
 
     def add(self, sequence: Sequence) -> None:
         """Prefill prompt + ids here, then decode or hold. Takes all blocks for that now, or raises NoRoom."""
@@ -264,6 +271,12 @@ class Engine:
             f"{key}: {entry.phase} {entry.computed}/{entry.sequence.tokens}" for key, entry in self._entries.items()
         )
         return f"<Engine {self._kv.pool.free}/{self._kv.pool.size} blocks free; {shown or 'empty'}>"
+
+
+def _grows(entry: _Entry) -> bool:
+    """Whether it runs, and may ask for one more block."""
+    sequence = entry.sequence
+    return entry.phase in (Phase.PREFILL, Phase.DECODE) and not (sequence.reserved or sequence.hand_over)
 
 
 def _tokens(sequence: Sequence, start: int, count: int) -> list[int]:

@@ -1,0 +1,47 @@
+"""One attempt that a worker holds: from the moment there is room for it until its blocks are free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prelay_queue.job import Claim
+
+from .messages import key_of
+from .policy import Holder
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt that this worker holds. `emitted` counts the tokens put to the writer, over the whole answer."""
+
+    claim: Claim
+    emitted: int
+    urgency: int  # what its class counted as when it began (policy.py)
+    reserved: int  # blocks of its reservation, 0 without one
+    slot: bool = True  # takes one; a prefilled one that is held for a decode worker does not
+    moving: bool = False  # its copy or its hand-over is under way
+    leaving: bool = False  # asked back from the decode stream, and not answered
+    exported: bool = False
+    released: bool = False  # the release overtook the answer to our own hand-over
+
+    @property
+    def key(self) -> str:
+        return key_of(self.claim.id, self.claim.epoch)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it may have no neighbour yet: it is not past the step at which it crashed."""
+        return self.emitted <= self.claim.alone_until
+
+    def holder(self, gives: int, max_preemptions: int) -> Holder:
+        """It as the policy sees it; `gives` is what the engine would have free without it, blocks."""
+        return Holder(
+            key=self.key,
+            urgency=self.urgency,
+            arrival_ms=self.claim.submitted_ms,
+            gives=gives,
+            slot=self.slot,
+            reserved=self.reserved,
+            leaving=self.leaving,
+            fixed=self.moving or self.claim.preemptions >= max_preemptions,
+        )
