@@ -51,7 +51,7 @@ class Session:
 
     def _choice(self, part: JobPart, attachment: str, count: int) -> Choice:
         sampling = part.sampling
-        spec = JobSpec(f"{self.renderer.id}/{part.choice}", part.prompt_ids, sampling)
+        spec = JobSpec(f"{self.renderer.id}/{part.choice}", part.prompt_ids, sampling, part.priority)
         assembler = Assembler(
             self._links.tokenizer,
             sampling.stop,

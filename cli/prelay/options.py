@@ -89,6 +89,10 @@ OPTIONS: dict[str, Option] = {
         Option("prefill_chunk", "TOKENS", "Prompt tokens computed in one step.", "256", _WORKERS),
         Option("max_preemptions", "N", "After so many preempts a job is not preempted again.", "3", _WORKERS),
         Option(
+            "patience_s", "SECONDS", "A job that waits for room in a worker is passed by more urgent ones; each time it"
+            " has waited so long, it counts one class higher.", "30", _WORKERS,
+        ),
+        Option(
             "threads", "N", "Threads of each worker.", "an equal share of the cores among this command's workers",
             _WORKERS,
         ),
@@ -113,7 +117,8 @@ OPTIONS: dict[str, Option] = {
 
 _NULL = ("null_model", "null_divergent", "null_step_ms", "null_prefill_ms", "null_vocab")
 _RUN = (
-    "dtype", "max_model_len", "block_size", "max_running", "prefill_chunk", "max_preemptions", "threads", *_NULL,
+    "dtype", "max_model_len", "block_size", "max_running", "prefill_chunk", "max_preemptions", "patience_s", "threads",
+    *_NULL,
 )  # fmt: skip
 _COMMON = ("redis_url", "model", "log_level")
 API = (*_COMMON, "served_model_name", "host", "port", "keep", "shutdown_grace_s")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 from .errors import RequestError
@@ -117,6 +117,20 @@ def one_or_many_texts(most: int, longest: int) -> Check:
             raise too_many(name, most, values)
         names = [name] if isinstance(value, str) else [f"{name}[{index}]" for index in range(len(values))]
         return tuple(dict.fromkeys(map(one, names, values)))
+
+    return check
+
+
+def one_of(values: Mapping[str, Any]) -> Check:
+    """One of these names; kept as what it stands for."""
+    wanted = f"one of {', '.join(values)}"
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, str):
+            raise wrong_type(name, wanted, value)
+        if value not in values:
+            raise wrong_value(name, wanted, value)
+        return values[value]
 
     return check
 

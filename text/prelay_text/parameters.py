@@ -12,6 +12,8 @@ from enum import Flag, auto
 from types import MappingProxyType
 from typing import Any
 
+from prelay_queue.job import Priority
+
 from . import checks, messages
 from .checks import Check
 
@@ -30,6 +32,8 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 512
 MAX_STOP_TOKEN_IDS = 64
 #: Words that must not come, and tokens whose logits are biased, of one request.
 MAX_BAD_WORDS, MAX_BIASES = 64, 1024
+#: What OpenAI's tiers come to here: a class, or nothing said.
+SERVICE_TIERS = {"auto": None, "default": None, "priority": Priority.INTERACTIVE, "flex": Priority.BATCH}
 #: More than this leaves nothing of the logits' order.
 MAX_REPETITION_PENALTY = 10
 #: Choices of one request.
@@ -91,6 +95,8 @@ PARAMETERS = (
     Parameter("frequency_penalty", checks.number(-2, 2), 0.0),
     Parameter("logit_bias", checks.biases(MAX_BIASES, -100, 100), ()),
     Parameter("bad_words", checks.one_or_many_texts(MAX_BAD_WORDS, MAX_STOP_CHARS), ()),
+    Parameter("priority", checks.one_of({priority.value: priority for priority in Priority})),
+    Parameter("service_tier", checks.one_of(SERVICE_TIERS), route=_CHAT),
     Parameter("stream", checks.boolean, False),
     Parameter("stream_options", messages.stream_options, False),
     # Accepted without effect
@@ -117,7 +123,6 @@ PARAMETERS = (
     _refused("web_search_options", "is not implemented: this server searches nothing", route=_CHAT),
     _refused("moderation", "is not implemented: this server moderates nothing", route=_CHAT),
     _refused("store", _NO_STORE, False, route=_CHAT),
-    _refused("service_tier", "is not implemented: there is one tier", "auto", "default", route=_CHAT),
     _refused("safety_identifier", "is not implemented: use user", route=_CHAT),
     _refused("prompt_cache_key", "is not implemented: caching takes no hints", route=_CHAT),
     _refused("prompt_cache_options", "is not implemented: caching takes no hints", route=_CHAT),

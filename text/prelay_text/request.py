@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from prelay_queue.job import Priority
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -30,6 +32,7 @@ class Request:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
+    priority: Priority = Priority.NORMAL
     stream: bool = False
     include_usage: bool = False  # of the stream; an answer in one piece always has its usage
     user: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from prelay_queue.job import Sampling
+from prelay_queue.job import Priority, Sampling
 
 from .checks import show
 from .errors import RequestError
@@ -36,11 +36,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """What a JobSpec needs beside its id and class."""
+    """What a JobSpec needs beside its id."""
 
     choice: int
     prompt_ids: tuple[int, ...]
     sampling: Sampling
+    priority: Priority
 
 
 def resolve(
@@ -60,7 +61,7 @@ def resolve(
     bad_words = _bad_words(request.bad_words, tokenizer)
     seed = spare_seed if request.seed is None else request.seed
     return [
-        JobPart(choice, ids, _sampling(request, max_tokens, choice_seed(seed, choice), bad_words))
+        JobPart(choice, ids, _sampling(request, max_tokens, choice_seed(seed, choice), bad_words), request.priority)
         for choice in range(request.n)
     ]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from prelay_queue.job import Priority
+
 from .checks import show
 from .errors import RequestError
 from .parameters import Parameter, Route, parameters_of
@@ -31,7 +33,16 @@ def chat_request(body: object) -> ChatRequest:
 def _common(values: dict[str, Any]) -> dict[str, Any]:
     values["top_k"] = max(values["top_k"], 0)  # -1 is another way to say off
     values["include_usage"] = values.pop("stream_options")
+    values["priority"] = _class(values["priority"], values.pop("service_tier", None))
     return values
+
+
+def _class(priority: Priority | None, tier: Priority | None) -> Priority:
+    """The class of the request: `tier` is that of its service_tier."""
+    if priority is not None and tier is not None and priority is not tier:
+        message = f"priority {priority} and the service_tier, which is {tier} here, disagree: send one of them"
+        raise RequestError(message, param="service_tier", code="invalid_value")
+    return priority or tier or Priority.NORMAL
 
 
 def _values(body: object, route: Route) -> dict[str, Any]:

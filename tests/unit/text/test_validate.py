@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from prelay_queue.job import Priority
 from prelay_text.errors import RequestError
 from prelay_text.parameters import MAX_STOP_CHARS, PARAMETERS, Route, parameters_of
 from prelay_text.request import ChatRequest, CompletionRequest, Message
@@ -112,6 +113,8 @@ def test_null_means_the_default() -> None:
         ("stream_options", {"include_usage": 1}, "stream_options.include_usage must be true or false"),
         ("stream_options", {"other": 1}, "stream_options.other is not a known option"),
         ("stream_options", {"include_obfuscation": True}, "include_obfuscation is not implemented"),
+        ("priority", 1, "priority must be one of interactive, normal, batch, not int 1"),
+        ("priority", "urgent", "one of interactive, normal, batch, not 'urgent'"),
         ("user", 5, "user must be a string"),
         ("metadata", [], "metadata must be an object of strings"),
         ("metadata", {"k": 1}, "metadata.k must be a string"),
@@ -143,7 +146,7 @@ REFUSED = {
     "parallel_tool_calls": False, "functions": [{}], "function_call": {"name": "f"},
     "response_format": {"type": "json_object"}, "modalities": ["text", "audio"], "audio": {}, "prediction": {},
     "reasoning_effort": "low", "verbosity": "low", "web_search_options": {}, "moderation": {}, "store": True,
-    "service_tier": "flex", "safety_identifier": "x", "prompt_cache_key": "x", "prompt_cache_options": {},
+    "safety_identifier": "x", "prompt_cache_key": "x", "prompt_cache_options": {},
     "prompt_cache_retention": "24h",
 }  # fmt: skip
 
@@ -298,3 +301,25 @@ def answer_to(parse: Any, values: dict[str, Any]) -> object:
         return type(parse(values))
     except RequestError as error:
         return error.status if error.message and error.code else error
+
+
+@pytest.mark.parametrize("name", ["interactive", "normal", "batch"])
+def test_a_request_says_its_class_by_name(name: str) -> None:
+    assert completion(priority=name).priority is chat(priority=name).priority is Priority(name)
+    assert completion().priority is Priority.NORMAL
+
+
+@pytest.mark.parametrize(
+    ("tier", "priority"),
+    [("auto", "normal"), ("default", "normal"), ("priority", "interactive"), ("flex", "batch")],
+)
+def test_openai_s_service_tiers_are_classes(tier: str, priority: str) -> None:
+    assert chat(service_tier=tier).priority is Priority(priority)
+
+
+def test_a_service_tier_that_says_nothing_leaves_the_class_and_one_that_says_another_is_refused() -> None:
+    assert chat(service_tier="auto", priority="batch").priority is Priority.BATCH
+    assert chat(service_tier="flex", priority="batch").priority is Priority.BATCH
+    assert "disagree" in refusal(chat, service_tier="priority", priority="batch").message
+    assert "one of auto, default, priority, flex" in refusal(chat, service_tier="scale").message
+    assert refusal(completion, service_tier="flex").code == "unknown_parameter"
