@@ -8,6 +8,7 @@ from itertools import chain, groupby
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from prelay_queue.job import FinishReason
 from prelay_text.assembler import Assembler
@@ -15,6 +16,7 @@ from prelay_text.decoding import Piece
 from prelay_text.detokenizer import Detokenizer
 from prelay_text.pieces import Pieces, token_string
 from prelay_text.tokenizer import Tokenizer
+from tests.unit.text.families import BACKENDS, build
 
 TEXTS = ["the dog", "日本語 で", "😀 emoji 👩‍👩‍👧", "naïve  café\n\n", "  two", "", "Ωβ\t", "日本 z q", "<|end|>x"]
 #: Bytes that make, continue and break characters, as each family spells them.
@@ -216,8 +218,8 @@ def test_a_token_after_half_a_character_stands_behind_its_replacement(byte_level
 
 def test_bytes_that_python_still_waits_with_have_places_of_their_own(byte_level: Tokenizer) -> None:
     surrogate = [byte_level.token_id(char) or 0 for char in "íł"]  # ED A0 can begin no character
-    pieces = pushed(byte_level, [*surrogate, *byte_level.encode("d")])
-    assert pieces.offsets() == [0, 1, 2]
+    end = byte_level.token_id("<|end|>") or 0
+    assert pushed(byte_level, [*surrogate, end, *byte_level.encode("d")]).offsets() == [0, 1, 1, 2]
 
 
 def test_the_places_in_a_run_of_bytes_change_when_it_breaks(llama: Tokenizer) -> None:
@@ -246,6 +248,31 @@ def test_the_space_that_a_text_loses_at_its_start_has_no_bytes(llama: Tokenizer)
     assert [pushed(llama, before).bytes_of(the) for before in ([the], [space])] == [b" the", b" the"]
     assert [pushed(llama, before).bytes_of(space) for before in ([], [space])] == [b"", b" "]
     assert pushed(llama, [space, the]).offsets() == [0, 0]
+
+
+def test_a_run_of_bytes_at_the_start_of_a_text_loses_its_space_too(llama: Tokenizer) -> None:
+    space, a, e6 = (llama.token_id(f"<0x{byte:02X}>") or 0 for byte in (0x20, 0x41, 0xE6))
+    the = llama.token_id("▁the") or 0
+    assert pushed(llama, [space, a, a]).offsets() == [0, 0, 1]
+    assert pushed(llama, [e6]).bytes_of(the) == b" the"  # it stands after a U+FFFD
+    assert pushed(llama, [e6, the, the]).offsets() == [0, 1, 5]
+
+
+def test_a_mark_spelled_in_bytes_takes_the_place_of_the_space_it_becomes() -> None:
+    tokenizer = build("unigram")  # its decoder maps the mark after the bytes are joined, and drops it at the start
+    mark = [tokenizer.token_id(f"<0x{byte:02X}>") or 0 for byte in "▁A".encode()]
+    assert pushed(tokenizer, mark).offsets() == [0, 0, 0, 0]
+    assert pushed(tokenizer, mark, continues=True).offsets() == [0, 0, 0, 1]
+
+
+def test_a_byte_level_decoder_that_strips_leaves_the_space_out_of_the_bytes() -> None:
+    backend = BACKENDS["byte_level"]()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    tokenizer = Tokenizer(backend, context_len=64)
+    space, half, letter = (tokenizer.token_id(char) or 0 for char in "Ġæd")
+    assert pushed(tokenizer, [space, space, letter]).offsets() == [0, 0, 1]
+    firsts = [pushed(tokenizer, before).bytes_of(space) for before in ([], [space], [half], [letter])]
+    assert firsts == [b"", b" ", b" ", b" "]
 
 
 def test_special_and_unknown_tokens_have_no_bytes_and_take_no_place(tokenizer: Tokenizer) -> None:

@@ -87,10 +87,15 @@ def test_usage_comes_in_a_chunk_of_its_own_and_only_when_asked_for(chat: bool) -
         assert chunk["usage"] is None
     for chunk in bodies([plain.text_chunk(0, "a"), plain.finish_chunk(0, "stop")]):
         assert "usage" not in chunk
-    (last,) = bodies([asked.usage_chunk(Usage(5, 9))])
+    (last,) = bodies([asked.usage_chunk(Usage(5, 9, 3))])
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 14}
-    (whole,) = bodies([plain.answer([Choice(0, "a", "stop")], Usage(5, 9))])
+    assert last["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 9,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    (whole,) = bodies([plain.answer([Choice(0, "a", "stop")], Usage(5, 9, 3))])
     assert whole["usage"] == last["usage"]
 
 

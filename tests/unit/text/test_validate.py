@@ -141,7 +141,7 @@ def test_a_wrong_value_is_named_with_its_limit(name: str, value: object, words: 
 
 
 REFUSED = {
-    "suffix": "x", "echo": True, "best_of": 2, "logprobs": 0, "top_logprobs": 3,
+    "suffix": "x", "echo": True, "best_of": 2,
     "skip_special_tokens": False, "tools": [{"type": "function"}], "tool_choice": "required",
     "parallel_tool_calls": False, "functions": [{}], "function_call": {"name": "f"},
     "response_format": {"type": "json_object"}, "modalities": ["text", "audio"], "audio": {}, "prediction": {},
@@ -176,7 +176,7 @@ def test_a_bias_is_for_a_token_id(key: str) -> None:
 
 
 def test_zero_is_not_false() -> None:
-    assert refusal(completion, logprobs=0).param == "logprobs"
+    assert refusal(completion, logprobs=False).param == "logprobs"
     assert refusal(completion, presence_penalty=False).param == "presence_penalty"
     assert refusal(completion, echo=0).param == "echo"
 
