@@ -154,3 +154,58 @@ def pipeline(
     folder = Path(model).absolute() if model else None
     plan = Plan(parse.counts(streams, "--streams"), tokens, prompt, runs, step_ms, hold, folder, words)
     raise typer.Exit(run(plan, Wanted(json, plot), note or ()))
+
+
+@bench_app.command(
+    epilog=examples(
+        "prelay bench engine",
+        "prelay bench engine --model ./my-model --batch 1,8,32 --threads 2 --json engine.json --plot engine.svg",
+        "prelay bench engine --random-model 1GB",
+    )
+)
+def engine(
+    model: Annotated[
+        str | None, _option("A Hugging Face folder, a .gguf file, or a hub id. \\[default: the demo model]", "MODEL")
+    ] = None,
+    dtype: Annotated[str, _option("auto, float32 or bfloat16.", "TYPE")] = "auto",
+    threads: Annotated[int | None, _option("Threads of torch. \\[default: all cores]", "N", min=1, max=1024)] = None,
+    batch: Annotated[str, _option("Sequences decoded at a time, one level for each number.", "N,N", _LOAD)] = "1,8,32",
+    prompt: Annotated[int, _option("Tokens of their prompts.", "N", _LOAD, min=1)] = 128,
+    steps: Annotated[int, _option("Steps of each batch and way of sampling.", "N", _LOAD, min=1)] = 64,
+    prefill: Annotated[str, _option("Lengths of the prompts that are timed.", "N,N", _LOAD)] = "128,512,1024",
+    prefill_chunk: Annotated[int, _option("Prompt tokens computed in one step.", "TOKENS", _LOAD, min=1)] = 256,
+    runs: Annotated[int, _option("Prompts of each length; the median counts.", "N", _LOAD, min=1)] = 3,
+    random_model: Annotated[
+        str | None, _option("Load a random model of this size too (1GB, on disk, in bfloat16).", "SIZE", "Loading")
+    ] = None,
+    cold: Annotated[
+        bool, _option("Weights are read from the disk, not from the page cache.", "", "Loading", "--cold")
+    ] = False,
+    json: Json = None,
+    plot: Plot = None,
+    note: Note = None,
+) -> None:
+    """Measure the engine alone: decode steps, the sampler's share, prefill, loading and memory. No queue, no HTTP."""
+    import os
+
+    from ..model import resolve_with_progress
+    from . import parse
+    from .engine import Plan, run
+    from .output import Wanted
+
+    words = {name: value for name, value in locals().items() if isinstance(value, str | int | float)}
+    plan = Plan(
+        model=resolve_with_progress(model),
+        dtype=dtype,
+        threads=threads or len(os.sched_getaffinity(0)),
+        batches=parse.counts(batch, "--batch"),
+        prompt=prompt,
+        steps=steps,
+        prefills=parse.counts(prefill, "--prefill"),
+        runs=runs,
+        prefill_chunk=prefill_chunk,
+        cold=cold,
+        random_bytes=parse.size(random_model, "--random-model") if random_model else None,
+        words=words,
+    )
+    raise typer.Exit(run(plan, Wanted(json, plot), note or ()))

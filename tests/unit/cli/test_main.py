@@ -35,7 +35,21 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "api", "prefill", "decode", "unified", "doctor", "chat", "model fetch-demo", "model path"]
+    "command",
+    [
+        "serve",
+        "api",
+        "prefill",
+        "decode",
+        "unified",
+        "doctor",
+        "chat",
+        "model fetch-demo",
+        "model path",
+        "bench serve",
+        "bench pipeline",
+        "bench engine",
+    ],
 )
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0
