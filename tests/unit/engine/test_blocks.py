@@ -14,7 +14,10 @@ OWNERS = st.sampled_from(["a", "b", "c", "d"])
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any history of calls leaves every block with exactly one owner, and a reuse never goes unnoticed."""
+    """Any history of calls leaves every block with exactly one owner, and a reuse never goes unnoticed.
+
+    Nothing is shared here: see test_prefix.py.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,6 +29,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(owner=OWNERS, count=st.integers(0, SIZE + 1), state=st.sampled_from(BlockState))
     def take(self, owner: str, count: int, state: BlockState) -> None:
         free = self.pool.free
+        if self._too_late(owner, state):
+            with pytest.raises(UnknownSequence, match="nothing is copied"):
+                self.pool.take(owner, count, state)
+            return
         if count > free:
             with pytest.raises(NoRoom):
                 self.pool.take(owner, count, state)
@@ -40,12 +47,16 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, state=st.sampled_from(BlockState))
     def move(self, owner: str, state: BlockState) -> None:
-        if owner in self.owned:
+        if owner in self.owned and not self._too_late(owner, state):
             self.pool.move(owner, state)
             self.states[owner] = state
         else:
             with pytest.raises(UnknownSequence):
                 self.pool.move(owner, state)
+
+    def _too_late(self, owner: str, state: BlockState) -> bool:
+        """What was written or shared once is not copied into."""
+        return state is BlockState.COPYING is not self.states.get(owner, BlockState.COPYING)
 
     @rule(owner=OWNERS)
     def give_back(self, owner: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from prelay_queue.job import FinishReason
 
@@ -14,6 +16,7 @@ from .config import EngineConfig
 from .errors import ConfigError, EngineError, NoRoom, UnknownSequence
 from .kv import KvStore
 from .model import Model
+from .prefix import Chain
 from .sampler import NO_TOKEN, Draw, sample
 from .scheduler import Plan, Row, schedule
 from .sequence import NewToken, Sequence, Step
@@ -33,6 +36,8 @@ class _Entry:
     sequence: Sequence
     phase: Phase
     computed: int  # positions whose keys and values stand in the store
+    chain: Chain | None = None  # the names of its full blocks, where those are cached
+    hits: int = 0  # positions that others had computed
 
 
 class Engine:
@@ -53,6 +58,9 @@ class Engine:
         self._entries: dict[str, _Entry] = {}
         #: Positions that went through the model, since the start.
         self.computed_tokens = 0
+        #: Tokens that came to be prefilled while a prefix cache was on, and those of them that it held.
+        self.prefix_queries = 0
+        self.prefix_hits = 0
 
     # Admission
 
@@ -71,15 +79,23 @@ class Engine:
         One block is left free for each running sequence that may still ask for one, so that an admission does
         not evict somebody at once.
         """
-        return self._kv.pool.free - sum(map(_grows, self._entries.values()))
+        return self._kv.pool.available - sum(map(_grows, self._entries.values()))
 
     def gives(self, key: str) -> int:
         """Blocks by which `spare` grows when `key` is dropped or released."""
-        return self._kv.pool.count(key) + _grows(self._entries[key])
+        return self._kv.pool.alone(key) + _grows(self._entries[key])
 
     def add(self, sequence: Sequence) -> None:
-        """Prefill prompt + ids here, then decode or hold. Takes all blocks for that now, or raises NoRoom."""
-        self._admit(sequence, Phase.PREFILL, computed=0)
+        """Prefill prompt + ids here, then decode or hold. Takes all blocks for that now, or raises NoRoom.
+
+        What the prefix cache has of them is not computed, except the last token: somebody must give the next one.
+        """
+        entry = _Entry(sequence, Phase.PREFILL, computed=0)
+        if self._kv.prefix_cache:
+            entry.chain = Chain(partial(_tokens, sequence), self._config.block_size)
+        found = self._admit(entry, BlockState.IN_USE, self._names(entry))
+        self.prefix_queries += sequence.tokens if entry.chain is not None else 0
+        self._skip(entry, found)
 
     def receive(self, sequence: Sequence) -> None:
         """Make place for keys that are to be copied in: those of all tokens but the last.
@@ -88,9 +104,11 @@ class Engine:
         """
         if not sequence.ids:
             raise EngineError(f"{sequence.key} has no token to feed: a received sequence has at least one id")
-        self._admit(sequence, Phase.COPYING, computed=sequence.tokens - 1)
+        self._admit(_Entry(sequence, Phase.COPYING, sequence.tokens - 1), BlockState.COPYING)
 
-    def _admit(self, sequence: Sequence, phase: Phase, computed: int) -> None:
+    def _admit(self, entry: _Entry, state: BlockState, names: Iterable[bytes] = ()) -> int:
+        """Take blocks; returns how many positions stand in those that others have written."""
+        sequence = entry.sequence
         if sequence.key in self._entries:
             raise EngineError(f"{sequence.key} is already here")
         if not sequence.prompt_ids or len(sequence.ids) >= sequence.sampling.max_tokens:
@@ -102,9 +120,23 @@ class Engine:
         if not self._slot_free():
             raise NoRoom(f"max_running: all {self._config.max_running} slots are taken")
         limit = min(sequence.total, self._model.context_len)
-        state = BlockState.COPYING if phase is Phase.COPYING else BlockState.IN_USE
-        self._kv.open(sequence.key, limit if sequence.reserved else sequence.tokens, limit, state)
-        self._entries[sequence.key] = _Entry(sequence, phase, computed)
+        tokens = limit if sequence.reserved else sequence.tokens
+        found = self._kv.open(sequence.key, tokens, limit, state, names)
+        self._entries[sequence.key] = entry
+        return found
+
+    def _names(self, entry: _Entry) -> Iterator[bytes]:
+        """The names of the blocks that it has not computed and may have from others, in order."""
+        if entry.chain is not None:
+            size = self._config.block_size
+            for index in range(entry.computed // size, _shareable(entry.sequence, size)):
+                yield entry.chain[index]
+
+    def _skip(self, entry: _Entry, computed: int) -> None:
+        """All before position `computed` stands: others have computed it."""
+        self.prefix_hits += computed - entry.computed
+        entry.hits += computed - entry.computed
+        entry.computed = computed
 
     def _slot_free(self) -> bool:
         return self.running + self.waiting < self._config.max_running
@@ -156,12 +188,13 @@ class Engine:
     # One step
 
     def step(self) -> Step:
-        """1. Decide. 2. Evict. 3. Let decoding rows take their blocks. 4. Compute one batch: decoding rows, then
-        chunks of prompts. 5. Sample for rows that end a sequence's known tokens. 6. Finish or hold. Returns at
-        once when nothing runs."""
+        """1. Skip what others have computed meanwhile, and decide. 2. Evict. 3. Let decoding rows take their blocks.
+        4. Compute one batch: decoding rows, then chunks of prompts. 5. Sample for rows that end a sequence's known
+        tokens. 6. Name the blocks that are full now. 7. Finish or hold. Returns at once when nothing runs."""
         if not self.has_work:
             return Step()
-        plan = schedule(self._rows(), self._kv.pool.free, self._config.prefill_chunk)  # 1
+        self._skip_known()  # 1
+        plan = schedule(self._rows(), self._kv.pool.available, self._config.prefill_chunk)
         for key in plan.evicted:  # 2
             self._forget(key)
         for key in plan.decode:  # 3
@@ -170,24 +203,43 @@ class Engine:
         if not spans:
             return Step(evicted=plan.evicted)
         ending, tokens = self._compute(spans)  # 4, 5
-        new = tuple(self._apply(entry, token) for entry, token in zip(ending, tokens, strict=True))  # 6
+        self._name(spans)  # 6
+        new = tuple(self._apply(entry, token) for entry, token in zip(ending, tokens, strict=True))  # 7
         held = tuple(entry.sequence.key for entry in ending if entry.phase is Phase.HELD)
         return Step(new, plan.evicted, held)
+
+    def _skip_known(self) -> None:
+        """Two that begin alike may have come together: the second has what the first computed after both came."""
+        size = self._config.block_size
+        for entry in self._in_phase(Phase.PREFILL):
+            index = entry.computed // size
+            for name in self._names(entry):
+                if not self._kv.share(entry.sequence.key, index, name):
+                    break
+                index += 1
+                self._skip(entry, index * size)
+
+    def _name(self, spans: Rows[Span]) -> None:
+        for span in spans:
+            chain, size = self._entries[span.key].chain, self._config.block_size
+            first, stop = span.start // size, (span.start + span.length) // size
+            if chain is not None and first < stop:
+                self._kv.name(span.key, chain, first, stop)
 
     def _rows(self) -> list[Row]:
         return [self._row(entry) for entry in self._in_phase(Phase.PREFILL, Phase.DECODE)]
 
     def _row(self, entry: _Entry) -> Row:
         sequence, prefill = entry.sequence, entry.phase is Phase.PREFILL
-        holds = self._kv.pool.count(sequence.key)
+        pool = self._kv.pool
         return Row(
             key=sequence.key,
             priority=sequence.priority,
             arrival_ms=sequence.arrival_ms,
             reserved=sequence.reserved,
             todo=sequence.tokens - entry.computed if prefill else 0,
-            needs=0 if prefill else max(0, self._kv.blocks_for(sequence.tokens) - holds),
-            holds=holds,
+            needs=0 if prefill else max(0, self._kv.blocks_for(sequence.tokens) - pool.count(sequence.key)),
+            holds=pool.alone(sequence.key),
         )
 
     def _spans(self, plan: Plan) -> list[Span]:
@@ -217,16 +269,19 @@ class Engine:
 
     def _apply(self, entry: _Entry, token: int) -> NewToken:
         sequence = entry.sequence
+        cached = min(entry.hits, len(sequence.prompt_ids)) if entry.phase is Phase.PREFILL else 0
         sequence.ids.append(token)
         finish = self._finish(sequence, token)
         if finish is not None:
             self._forget(sequence.key)
+            if finish is FinishReason.ERROR and entry.chain is not None:  # nobody is to find them
+                self._kv.pool.retract(entry.chain.digests)
         elif sequence.hand_over:
             entry.phase = Phase.HELD
             self._kv.pool.move(sequence.key, BlockState.HELD)
         else:
             entry.phase = Phase.DECODE
-        return NewToken(sequence.key, len(sequence.ids) - 1, token, finish)
+        return NewToken(sequence.key, len(sequence.ids) - 1, token, finish, cached=cached)
 
     def _finish(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling = sequence.sampling
@@ -277,6 +332,11 @@ def _grows(entry: _Entry) -> bool:
     """Whether it runs, and may ask for one more block."""
     sequence = entry.sequence
     return entry.phase in (Phase.PREFILL, Phase.DECODE) and not (sequence.reserved or sequence.hand_over)
+
+
+def _shareable(sequence: Sequence, block_size: int) -> int:
+    """How many of its first blocks may be another's: not that of the last token, which gives the next one."""
+    return (sequence.tokens - 1) // block_size
 
 
 def _tokens(sequence: Sequence, start: int, count: int) -> list[int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
 from .blocks import BlockPool, BlockState
 from .geometry import Geometry
+from .prefix import Chain
 
 
 class Cursor(Protocol):
@@ -25,34 +27,47 @@ class Cursor(Protocol):
 
 
 class KvStore(ABC):
-    """The keys and values of many sequences, by key, accounted in blocks of `pool`."""
+    """The keys and values of many sequences, by key, accounted in blocks of `pool`.
 
-    def __init__(self, geometry: Geometry, pool: BlockPool, block_size: int) -> None:
+    With `prefix_cache`, what sequences leave is kept as long as its blocks are not needed (see `prefix.py`).
+    """
+
+    def __init__(self, geometry: Geometry, pool: BlockPool, block_size: int, prefix_cache: bool) -> None:
         self.geometry = geometry
         self.pool = pool
         self.block_size = block_size
+        self.prefix_cache = prefix_cache
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    @abstractmethod
     def open(
         self,
         key: str,
         tokens: int,
-        limit: int,  # noqa: ARG002 - for stores whose memory does not come in blocks
+        limit: int,
         state: BlockState = BlockState.IN_USE,
-    ) -> None:
+        prefix: Iterable[bytes] = (),
+    ) -> int:
         """Take the blocks for `tokens` positions of a new sequence. It never grows beyond `limit` positions.
 
-        Raises NoRoom, changing nothing.
+        `prefix` names its first blocks; those that are here need not be computed. The result is how many positions
+        they are. Raises NoRoom, changing nothing.
         """
-        self.pool.take(key, self.blocks_for(tokens), state)
 
-    def grow(self, key: str, tokens: int) -> None:
-        """Take what is missing for `tokens` positions. Raises NoRoom, changing nothing."""
+    @abstractmethod
+    def name(self, key: str, chain: Chain, first: int, stop: int) -> None:
+        """Blocks [first, stop) of `key` were written to their ends: others that begin alike may have them."""
+
+    @abstractmethod
+    def share(self, key: str, index: int, digest: bytes) -> bool:
+        """Let `key` have block `index`, which it has not computed, from another that named it; False if none did."""
+
+    def grow(self, key: str, tokens: int) -> list[int]:
+        """Take the blocks that are missing for `tokens` positions, and return them. Raises NoRoom, changing nothing."""
         missing = self.blocks_for(tokens) - self.pool.count(key)
-        if missing > 0:
-            self.pool.take(key, missing)
+        return self.pool.take(key, missing) if missing > 0 else []
 
     def close(self, key: str) -> None:
         """Give everything of `key` back."""
@@ -66,16 +81,38 @@ class KvStore(ABC):
 class PagedKv(KvStore):
     """Blocks in a tensor of the caller's, `[block, layer, 2, kv_head, slot, head_dim]`, gathered to be read.
 
-    The tensor may be a shared memory mapping that other processes copy from; only this object writes it.
+    The tensor may be a shared memory mapping that other processes copy from; only this object writes it. Sequences
+    that begin alike share the blocks themselves.
     """
 
-    def __init__(self, geometry: Geometry, pool: BlockPool, block_size: int, tensor: torch.Tensor) -> None:
-        super().__init__(geometry, pool, block_size)
+    def __init__(
+        self, geometry: Geometry, pool: BlockPool, block_size: int, tensor: torch.Tensor, prefix_cache: bool = False
+    ) -> None:
+        super().__init__(geometry, pool, block_size, prefix_cache)
         expected = (pool.size, *geometry.block_shape(block_size))
         if tuple(tensor.shape) != expected or tensor.dtype != geometry.dtype:
             raise ValueError(f"the KV tensor is {tuple(tensor.shape)} {tensor.dtype}, not {expected} {geometry.dtype}")
         self.tensor = tensor
         self._scratch = torch.zeros(2, 1, geometry.kv_heads, 0, geometry.head_dim, dtype=geometry.dtype)
+
+    def open(
+        self,
+        key: str,
+        tokens: int,
+        limit: int,  # noqa: ARG002 - blocks come one by one
+        state: BlockState = BlockState.IN_USE,
+        prefix: Iterable[bytes] = (),
+    ) -> int:
+        shared = self.pool.match(prefix)
+        self.pool.take(key, self.blocks_for(tokens) - len(shared), state, shared)
+        return len(shared) * self.block_size
+
+    def name(self, key: str, chain: Chain, first: int, stop: int) -> None:
+        for index in range(first, stop):
+            self.pool.name(key, index, chain[index])
+
+    def share(self, key: str, index: int, digest: bytes) -> bool:
+        return self.pool.share(key, index, digest)
 
     def export(self, key: str) -> tuple[list[int], list[int]]:
         """The blocks of `key` in the order of their positions, and the generation each has now."""

@@ -36,12 +36,16 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """One sampled token. `finish` is set on the last one of a sequence, which the engine then forgets."""
+    """One sampled token. `finish` is set on the last one of a sequence, which the engine then forgets.
+
+    `cached` is of the first token that an attempt samples: how many of its prompt's tokens were not computed for it.
+    """
 
     key: str
     seq: int
     token: int
     finish: FinishReason | None = None
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,5 +13,10 @@ class BlockStats:
     free: int
     copying: int = 0
     leased: int = 0  # in use or held
-    cached: int = 0
+    cached: int = 0  # full, held by nobody, and kept for texts that begin alike
     orphaned: int = 0
+
+    @property
+    def available(self) -> int:
+        """What an admission can count on: cached blocks are handed out when none is free."""
+        return self.free + self.cached
