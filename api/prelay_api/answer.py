@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from starlette.types import Receive
 
@@ -30,7 +31,8 @@ async def collect(session: Session, receive: Receive) -> bytes | Failure:
             return problem
         if not session.ended:
             return CANCELLED  # nobody reads it
-        return session.renderer.answer([_rendered(choice) for choice in session.choices], session.usage)
+        choices = [_rendered(choice, session.prompt_report(choice)) for choice in session.choices]
+        return session.renderer.answer(choices, session.usage)
     finally:
         session.close()
         for task in (waiting, leaving):
@@ -43,7 +45,9 @@ async def _wait(session: Session) -> None:
         await session.wait(_LOOK_S)
 
 
-def _rendered(choice: Choice) -> RenderedChoice:
-    assert choice.relay.end is not None
-    text = choice.deliver() + choice.finish(choice.relay.end.reason)
-    return RenderedChoice(choice.index, text, choice.relay.end.reason)
+def _rendered(choice: Choice, prompt_logprobs: list[Any] | None) -> RenderedChoice:
+    end = choice.relay.end
+    assert end is not None
+    first, last = choice.deliver(), choice.finish(end.reason)
+    reports = None if last.reports is None else [*(first.reports or ()), *last.reports]
+    return RenderedChoice(choice.index, first.text + last.text, end.reason, reports, prompt_logprobs)

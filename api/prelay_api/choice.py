@@ -7,19 +7,31 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from prelay_queue import failpoints, trace
 from prelay_queue.errors import QueueError, QueueFull, QueueUnavailable
 from prelay_queue.job import FinishReason, JobSpec
 from prelay_queue.log import read_log
+from prelay_queue.note import Note
 from prelay_queue.scripts import NewJob
 from prelay_text.assembler import Assembler
+from prelay_text.render import Reports
+from prelay_text.reports import Reporter
 
 from .hub import Hub
 from .outcome import internal_error
 from .relay import Action, Deliver, End, Relay, Requeue, Reread, Resubmit, Rewind
 
 log = logging.getLogger("prelay.choice")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of an answer: its text and, where logprobs are asked for, a report on each of its tokens."""
+
+    text: str
+    reports: Reports = None
 
 
 class Choice:
@@ -31,9 +43,17 @@ class Choice:
     """
 
     def __init__(
-        self, hub: Hub, job: NewJob, assembler: Assembler, *, keep_delivered: bool, changed: Callable[[], None]
+        self,
+        hub: Hub,
+        job: NewJob,
+        assembler: Assembler,
+        reporter: Reporter | None,  # None when no logprobs are asked for
+        *,
+        keep_delivered: bool,
+        changed: Callable[[], None],
     ) -> None:
         self.job = job
+        self._reporter = reporter
         self.relay = Relay(job.spec.sampling.max_tokens, keep_delivered)
         self._hub = hub
         self._assembler = assembler
@@ -72,20 +92,31 @@ class Choice:
 
     # --- the client's side
 
-    def deliver(self) -> str:
-        """Take what may be delivered and return its text. It counts as delivered from now on, before it is written."""
+    def deliver(self) -> Part:
+        """Take what may be delivered. It counts as delivered from now on, before it is written."""
         ids = self.relay.take()
         delta = self._assembler.push(ids) if ids else None
         for seq in range(self.relay.delivered, self._assembler.delivered):
             trace.mark("api.send", self.id, seq)
-        self.relay.mark_delivered(self._assembler.delivered)
-        return delta.text if delta else ""
+        return self._delivered(delta.text if delta else "")
 
-    def finish(self, reason: FinishReason) -> str:
-        """The answer is complete: return the text that was held back."""
-        text = self._assembler.finish(reason).text
-        self.relay.mark_delivered(self._assembler.delivered)
-        return text
+    def finish(self, reason: FinishReason) -> Part:
+        """The answer is complete: take what was held back."""
+        return self._delivered(self._assembler.finish(reason).text)
+
+    def _delivered(self, text: str) -> Part:
+        """A text together with the tokens that it is the first to rest on."""
+        before, after = self.relay.delivered, self._assembler.delivered
+        self.relay.mark_delivered(after)
+        if self._reporter is None:
+            return Part(text)
+        notes = (self.relay.notes.get(seq, "") for seq in range(before, after))
+        return Part(text, self._reporter.push(self.relay.ids[before:after], notes))
+
+    @property
+    def first_note(self) -> Note:
+        """What is said with the first token, of the prompt too."""
+        return Note.decode(self.relay.notes.get(0, ""))
 
     @property
     def cursor(self) -> str:
@@ -138,8 +169,8 @@ class Choice:
             match action:
                 case Requeue(epoch, resume):
                     found = await self._requeue(epoch, resume)
-                case Resubmit(epoch, ids):
-                    found = await self._resubmit(epoch, ids)
+                case Resubmit():
+                    found = await self._resubmit(action)
                 case _:
                     found = await self._reread()
         except (QueueUnavailable, QueueFull):
@@ -160,9 +191,9 @@ class Choice:
         log.info("%s was preempted at epoch %d: %s at epoch %d, resume %d", self.id, epoch, *_words(answer))
         return self.relay.on_requeued(answer)
 
-    async def _resubmit(self, epoch: int, ids: tuple[int, ...]) -> list[Action]:
-        queue = self._hub.queue
-        job = NewJob(self.spec, self.job.attachment, self.job.choices, epoch=epoch, ids=ids)
+    async def _resubmit(self, action: Resubmit) -> list[Action]:
+        queue, epoch, ids = self._hub.queue, action.epoch, action.ids
+        job = replace(self.job, epoch=epoch, ids=ids, notes=action.notes)
         (answer,) = await queue.run(queue.scripts.submit([job]))
         log.warning("Redis lost %s: submitted again at epoch %d with %d tokens (%s)", self.id, epoch, len(ids), answer)
         return self.relay.on_submitted(answer, epoch)

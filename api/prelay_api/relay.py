@@ -58,6 +58,7 @@ class Resubmit:
 
     epoch: int
     ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Relay:
 
     epoch      the attempt whose tokens count
     ids        the answer as known here; never shorter than `delivered`
+    notes      what is said of some of them (note.py), by seq
     standing   how many of them stand in the log; fewer than `delivered` only after Redis lost data
     taken      how many were handed to the assembler
     delivered  how many of those the client may have seen (set by `mark_delivered`)
@@ -91,6 +93,7 @@ class Relay:
     def __init__(self, max_tokens: int, keep_delivered: bool = True) -> None:
         self.epoch = 1
         self.ids: list[int] = []
+        self.notes: dict[int, str] = {}
         self.standing = 0
         self.taken = 0
         self.delivered = 0
@@ -151,8 +154,8 @@ class Relay:
         if event.epoch > self.epoch:
             return [Reread()]
         match event:
-            case TokensEvent(seq=seq, ids=ids):
-                return self._absorb(seq, ids)
+            case TokensEvent(seq=seq, ids=ids, notes=notes):
+                return self._absorb(seq, ids, notes)
             case PreemptedEvent():
                 return [] if self.frozen else self._freeze()
             case EndedEvent(count=count, reason=reason, error=error):
@@ -202,7 +205,7 @@ class Relay:
 
     # --- decisions
 
-    def _absorb(self, seq: int, ids: tuple[int, ...]) -> list[Action]:
+    def _absorb(self, seq: int, ids: tuple[int, ...], notes: tuple[str, ...]) -> list[Action]:
         if seq > self.standing:
             return [Reread()]
         known = self.ids[seq : seq + len(ids)]
@@ -212,6 +215,7 @@ class Relay:
                 return self._diverge(seq + same)
             return [Reread()]  # one epoch writes a seq once: only a Redis that lost data says two things
         fresh = ids[same:]
+        self._note(len(self.ids), notes[same:])
         self.ids.extend(fresh)
         self._written_in.extend([self.epoch] * len(fresh))
         self.standing = max(self.standing, seq + len(ids))
@@ -233,6 +237,8 @@ class Relay:
     def _cut(self, count: int) -> None:
         del self.ids[count:]
         del self._written_in[count:]
+        for seq in [seq for seq in self.notes if seq >= count]:
+            del self.notes[seq]
         self.taken = min(self.taken, count)
 
     def _replace(self, view: LogView, same: int) -> None:
@@ -240,15 +246,21 @@ class Relay:
         self.standing = len(view.ids)
         self._cut(max(same, self.delivered))
         fresh = view.ids[len(self.ids) :]
+        self._note(len(self.ids), view.notes[len(self.ids) :])
         earlier = max(1, view.epoch - 1)
         seqs = range(len(self.ids), len(self.ids) + len(fresh))
         self._written_in.extend(view.epoch if seq >= view.resume else earlier for seq in seqs)
         self.ids.extend(fresh)
 
+    def _note(self, seq: int, notes: tuple[str, ...]) -> None:
+        """Keep what is said of the tokens from `seq` on."""
+        self.notes.update((at, note) for at, note in enumerate(notes, seq) if note)
+
     def _resubmit(self) -> list[Action]:
         if len(self.ids) >= self._max_tokens:
             return self._conclude(FinishReason.LENGTH, "")  # complete; only its end was lost
-        return [Resubmit(self.epoch + 1, tuple(self.ids))]
+        notes = tuple(self.notes.get(seq, "") for seq in range(len(self.ids))) if self.notes else ()
+        return [Resubmit(self.epoch + 1, tuple(self.ids), notes)]
 
     def _conclude(self, reason: str, error: str) -> list[Action]:
         """The log has ended at `standing` tokens."""

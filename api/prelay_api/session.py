@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prelay_queue import trace
 from prelay_queue.errors import QueueUnavailable
@@ -14,6 +15,7 @@ from prelay_queue.scripts import NewJob
 from prelay_text.assembler import Assembler
 from prelay_text.detokenizer import continues_text
 from prelay_text.render import Renderer, Usage
+from prelay_text.reports import Reporter, prompt_report
 from prelay_text.resolve import JobPart
 from prelay_text.tokenizer import Tokenizer
 
@@ -52,17 +54,20 @@ class Session:
     def _choice(self, part: JobPart, attachment: str, count: int) -> Choice:
         sampling = part.sampling
         spec = JobSpec(f"{self.renderer.id}/{part.choice}", part.prompt_ids, sampling, part.priority)
+        continues = continues_text(part.prompt_ids, self._links.tokenizer)
         assembler = Assembler(
             self._links.tokenizer,
             sampling.stop,
             stop_token_ids=sampling.stop_token_ids,
             min_tokens=sampling.min_tokens,
-            continues=continues_text(part.prompt_ids, self._links.tokenizer),
+            continues=continues,
         )
+        reporter = Reporter(self._links.tokenizer, continues=continues) if sampling.logprobs >= 0 else None
         return Choice(
             self._links.hub,
             NewJob(spec, attachment, count),
             assembler,
+            reporter,
             keep_delivered=self._links.keep_delivered,
             changed=self._changed.set,
         )
@@ -111,7 +116,14 @@ class Session:
     def usage(self) -> Usage:
         """The canonical ids up to the end, each once; the prompt once."""
         prompt = len(self.choices[0].spec.prompt_ids)
-        return Usage(prompt, sum(len(choice.relay.ids) for choice in self.choices))
+        cached = self.choices[0].first_note.cached
+        return Usage(prompt, sum(len(choice.relay.ids) for choice in self.choices), cached)
+
+    def prompt_report(self, choice: Choice) -> list[Any] | None:
+        """How likely the prompt's tokens were, if the request asks for it."""
+        if choice.spec.sampling.prompt_logprobs < 0:
+            return None
+        return prompt_report(self._links.tokenizer, choice.spec.prompt_ids, choice.first_note)
 
     def cursor(self) -> str:
         """Where the client stands, for each choice."""

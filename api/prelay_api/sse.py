@@ -58,15 +58,17 @@ async def frames(session: Session, keep_alive_s: float) -> AsyncGenerator[bytes,
 def _next_of(session: Session, choice: Choice) -> Iterator[bytes]:
     """What one choice has to say now: text that came, and its end."""
     render = session.renderer
-    if text := choice.deliver():
-        yield frame(session.cursor(), render.text_chunk(choice.index, text))
+    part = choice.deliver()
+    if part.text:
+        yield frame(session.cursor(), render.text_chunk(choice.index, part.text, part.reports))
     end = choice.relay.end
     if end is None or choice.told_end or choice.relay.pending or failure(end):
         return
-    if text := choice.finish(end.reason):
-        yield frame(session.cursor(), render.text_chunk(choice.index, text))
+    part = choice.finish(end.reason)
+    if part.text:
+        yield frame(session.cursor(), render.text_chunk(choice.index, part.text, part.reports))
     choice.told_end = True
-    yield frame(session.cursor(), render.finish_chunk(choice.index, end.reason))
+    yield frame(session.cursor(), render.finish_chunk(choice.index, end.reason, None if part.text else part.reports))
 
 
 class EventStream(Response):

@@ -12,12 +12,13 @@ from .errors import BadMessageError
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """Tokens seq … seq+len(ids)-1 of the answer, written by attempt `epoch`."""
+    """Tokens seq … seq+len(ids)-1 of the answer, written by attempt `epoch`; `notes`: one for each, or none."""
 
     job: str
     epoch: int
     seq: int
     ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ def _decode_one(item: list[Any]) -> LiveEvent:
     match kind, rest:
         case "t", [seq, ids]:
             return TokensEvent(job, epoch, seq, tuple(ids))
+        case "t", [seq, ids, notes]:
+            return TokensEvent(job, epoch, seq, tuple(ids), tuple(notes))
         case "p", [reason]:
             return PreemptedEvent(job, epoch, reason)
         case "r", [resume]:
@@ -84,3 +87,4 @@ class LogView:
     resume: int  # with which `epoch` began
     reason: str = ""
     error: str = ""
+    notes: tuple[str, ...] = ()  # one for each of `ids`, or none

@@ -55,6 +55,8 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids in a row that must not come
     min_tokens: int = 0  # before so many tokens, neither an end token nor a stop ends the answer
+    logprobs: int = -1  # how many of the likeliest tokens are reported with each token; -1: not even its own
+    prompt_logprobs: int = -1  # the same for the prompt's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ def _check_types(spec: JobSpec) -> None:
     texts = (spec.id, *sampling.stop)
     integers = (
         sampling.max_tokens, sampling.top_k, sampling.seed, sampling.min_tokens,
+        sampling.logprobs, sampling.prompt_logprobs,
         *sampling.stop_token_ids, *spec.prompt_ids,
         *(token for token, _ in sampling.logit_bias), *(token for word in sampling.bad_words for token in word),
     )  # fmt: skip
@@ -112,7 +115,7 @@ def _check_types(spec: JobSpec) -> None:
     if not all(isinstance(each, str) for each in texts):
         raise TypeError("id and stop must be strings")
     if not all(type(each) is int for each in integers):  # bool is an int to isinstance
-        raise TypeError("max_tokens, min_tokens, top_k, seed and token ids must be integers")
+        raise TypeError("max_tokens, min_tokens, top_k, seed, logprobs and token ids must be integers")
     if not all(type(each) in (int, float) for each in numbers):
         raise TypeError("temperature, top_p, min_p, penalties and biases must be numbers")
     if not all(sampling.bad_words):

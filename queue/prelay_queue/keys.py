@@ -26,8 +26,9 @@ job:<id>            hash     one job (one choice). Fields:
                                rs:<ep>  the resume with which epoch <ep> began
                                fin  finish reason        err  error body (JSON)       end  end time, server ms
                              PEXPIRE after the end (retention).
-log:<id>            stream   the answer. Entry `<epoch>-<seq>`, field t = token id; the last entry has f = finish
-                             reason (and e = error) at seq = number of tokens. PEXPIRE after the end.
+log:<id>            stream   the answer. Entry `<epoch>-<seq>`, field t = token id (and x = its note, note.py); the last
+                             entry has f = finish reason (and e = error) at seq = number of tokens. PEXPIRE after
+                             the end.
 queued              zset     jobs waiting for a prefill; score = server ms of the last check
 leases              zset     jobs that a worker owns; score = server ms at which the lease ends
 preempted           zset     jobs that wait for a requeue; score = server ms of the preempt

@@ -65,6 +65,7 @@ class NewJob:
     ttl_ms: int = 0  # to the deadline; 0 is none
     epoch: int = 1
     ids: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()  # one for each of `ids`, or none (note.py)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -78,17 +79,19 @@ class NewJob:
             "at": self.attachment,
             "ep": self.epoch,
             "ids": list(self.ids),
+            "notes": list(self.notes),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """Tokens seq … of one job at one epoch."""
+    """Tokens seq … of one job at one epoch, each with a note (note.py), or none with one."""
 
     job: str
     epoch: int
     seq: int
     ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +170,8 @@ def _claimed(raw: Any) -> Claimed:
 def _view(raw: Any) -> LogView | None:
     if raw is None:
         return None
-    state, epoch, resume, reason, error, ids = raw
-    return LogView(int(epoch), text(state), tuple(ids), int(resume), text(reason), text(error))
+    state, epoch, resume, reason, error, ids, notes = raw
+    return LogView(int(epoch), text(state), tuple(ids), int(resume), text(reason), text(error), _texts(notes))
 
 
 class Scripts:
@@ -193,10 +196,19 @@ class Scripts:
         return self._call("claim", _claimed, stream, entry, job, owner, lease_ms, int(place), PROTOCOL_VERSION)
 
     def handoff(
-        self, job: str, epoch: int, owner: str, seq: int, token: int, kv: bytes, domain: str, lease_ms: int
+        self,
+        job: str,
+        epoch: int,
+        owner: str,
+        seq: int,
+        token: int,
+        kv: bytes,
+        domain: str,
+        lease_ms: int,
+        note: str = "",
     ) -> Call[str]:
         """Emit the first token and stage the job: ok | fenced | done | gone | illegal | gap."""
-        return self._call("handoff", text, job, epoch, owner, seq, token, kv, domain, lease_ms)
+        return self._call("handoff", text, job, epoch, owner, seq, token, kv, domain, lease_ms, note)
 
     def adopt(self, job: str, epoch: int, owner: str) -> Call[str]:
         """The KV is ours; the source may be freed: ok | fenced | done | gone | illegal."""
@@ -204,7 +216,7 @@ class Scripts:
 
     def emit(self, owner: str, emissions: Sequence[Emission]) -> Call[list[Emitted]]:
         """Write the tokens of one step; an answer per emission."""
-        payload = orjson.dumps([(e.job, e.epoch, e.seq, e.ids) for e in emissions])
+        payload = orjson.dumps([(e.job, e.epoch, e.seq, e.ids, *((e.notes,) if e.notes else ())) for e in emissions])
         return self._call("emit", lambda raw: [Emitted(text(c), int(n)) for c, n in raw], owner, payload)
 
     def preempt(self, job: str, epoch: int, owner: str, reason: str) -> Call[str]:
@@ -226,10 +238,19 @@ class Scripts:
         return self._call("renew", _texts, owner, lease_ms, payload, stranded_ms)
 
     def finish(
-        self, job: str, epoch: int, owner: str, seq: int, ids: Sequence[int], reason: str, error: str = ""
+        self,
+        job: str,
+        epoch: int,
+        owner: str,
+        seq: int,
+        ids: Sequence[int],
+        reason: str,
+        error: str = "",
+        notes: Sequence[str] = (),
     ) -> Call[str]:
         """The last tokens and the terminal event: ok | fenced | done | gone | illegal | gap."""
-        return self._call("finish", text, job, epoch, owner, seq, orjson.dumps(list(ids)), reason, error)
+        said = orjson.dumps(list(ids)), reason, error, orjson.dumps(list(notes))
+        return self._call("finish", text, job, epoch, owner, seq, *said)
 
     def cancel(self, job: str, token: str = "") -> Call[str]:
         """Detach a viewer; the last one ends the job; '' ends it at once: ended | watched | done | gone."""

@@ -84,8 +84,8 @@ class ScriptedWorker:
         assert self.queue.run(self.queue.scripts.adopt(claim.id, claim.epoch, self.id)) == "ok"
         return claim
 
-    def emit(self, claim: Claim, seq: int, ids: Sequence[int]) -> None:
-        call = self.queue.scripts.emit(self.id, [Emission(claim.id, claim.epoch, seq, tuple(ids))])
+    def emit(self, claim: Claim, seq: int, ids: Sequence[int], notes: Sequence[str] = ()) -> None:
+        call = self.queue.scripts.emit(self.id, [Emission(claim.id, claim.epoch, seq, tuple(ids), tuple(notes))])
         (answer,) = self.queue.run(call)
         assert answer.code == "ok", answer
 
@@ -93,9 +93,15 @@ class ScriptedWorker:
         assert self.queue.run(self.queue.scripts.preempt(claim.id, claim.epoch, self.id, "test")) == "ok"
 
     def finish(
-        self, claim: Claim, seq: int, ids: Sequence[int], reason: str = FinishReason.STOP, error: str = ""
+        self,
+        claim: Claim,
+        seq: int,
+        ids: Sequence[int],
+        reason: str = FinishReason.STOP,
+        error: str = "",
+        notes: Sequence[str] = (),
     ) -> None:
-        call = self.queue.scripts.finish(claim.id, claim.epoch, self.id, seq, ids, reason, error)
+        call = self.queue.scripts.finish(claim.id, claim.epoch, self.id, seq, ids, reason, error, notes)
         assert self.queue.run(call) == "ok"
 
     def state(self, job: str) -> dict[str, str]:

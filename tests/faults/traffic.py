@@ -88,13 +88,14 @@ class Ask:
         prompt = {"messages": chat(self.prompt)} if self.shape is Shape.CHAT else {"prompt": list(self.prompt)}
         return {"model": "null", **prompt, "max_tokens": self.max_tokens, "n": self.choices}
 
-    def check(self, divergent: bool) -> int:
+    def check(self, divergent: bool, lossy: bool) -> int:
         """Everything heard is right, and a whole answer is complete; return the tokens checked."""
         if self.end is End.WHOLE and self.shape is not Shape.BODY:
             is_chat = self.shape is Shape.CHAT
             check_stream(
-                self.heard, self.prompt, self.max_tokens, choices=self.choices, chat=is_chat, divergent=divergent
-            )
+                self.heard, self.prompt, self.max_tokens,
+                choices=self.choices, chat=is_chat, divergent=divergent, lossy=lossy,
+            )  # fmt: skip
         else:
             for heard in self.heard.choices.values():
                 check_chain(self.prompt, heard.ids, divergent=divergent)
@@ -102,7 +103,7 @@ class Ask:
             assert [len(heard.ids) for heard in self.heard.choices.values()] == [self.max_tokens] * self.choices
         elif self.heard.frames and self.end is not End.FAILED:
             # check_cursors leaves out the last frame, which is [DONE] in a whole stream.
-            check_cursors(Stream(frames=[*self.heard.frames, self.heard.frames[-1]]), self.choices)
+            check_cursors(Stream(frames=[*self.heard.frames, self.heard.frames[-1]]), self.choices, lossy=lossy)
         return sum(len(heard.ids) for heard in self.heard.choices.values())
 
 

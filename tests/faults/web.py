@@ -150,7 +150,7 @@ class WebFleet(NullFleet):
         tally.add(tokens)
 
     def _check_ask(self, ask: Ask) -> int:
-        tokens = ask.check(self.null.divergent)
+        tokens = ask.check(self.null.divergent, self.lossy)
         allowed = {
             End.BROKEN: ask.api in self.ended,
             End.REFUSED: self.refusals,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.bed.servers import Server
 from tests.integration.queue_backend import ServerBackend
 from tests.integration.queue_desk import API, DOMAIN, OTHER_API, new_job
 from tests.integration.queue_pair import Delivery, Pair
-from tests.integration.queue_viewer import Viewer
+from tests.integration.queue_viewer import Viewer, note_of
 
 PREFILL, DECODE, UNIFIED = ("P1", "P2"), ("D1", "D2"), "U1"
 WORKERS = (*PREFILL, *DECODE, UNIFIED)
@@ -29,6 +29,12 @@ MAX_TOKENS = 12
 ERROR = '{"code":"crashed"}'
 
 twice = st.booleans()
+
+
+def notes_of(ids: Sequence[int]) -> tuple[str, ...]:
+    """One for each token, or none."""
+    notes = tuple(map(note_of, ids))
+    return notes if any(notes) else ()
 
 
 @dataclass(frozen=True)
@@ -256,13 +262,15 @@ class History:
         if not unified:
             (token,) = self.make(1)
             kv = f"kv of {job.id}".encode()
-            call = self.scripts.handoff(job.id, job.epoch, first, len(job.log), token, kv, DOMAIN, LEASE_MS)
+            call = self.scripts.handoff(
+                job.id, job.epoch, first, len(job.log), token, kv, DOMAIN, LEASE_MS, note_of(token)
+            )
             assert self.run(call) == "ok"
             if self.claimed(self.pair.waiting(job.id), last) != "ok":
                 return
         assert self.run(self.scripts.adopt(job.id, job.epoch, last)) == "ok"
         ids = tuple(self.make(min(count, job.max_tokens - len(job.log))))
-        (answer,) = self.run(self.scripts.emit(last, [Emission(job.id, job.epoch, len(job.log), ids)]))
+        (answer,) = self.run(self.scripts.emit(last, [Emission(job.id, job.epoch, len(job.log), ids, notes_of(ids))]))
         assert (answer.code, answer.next) == ("ok", len(job.log))
 
     @happening(8, lambda self: self.having(State.PREFILL))
@@ -272,7 +280,7 @@ class History:
         job = self.pick(data, self.having(State.PREFILL))
         (token,) = self.make(1)
         seq = len(job.log) + jump
-        call = self.scripts.handoff(job.id, job.epoch, job.owner, seq, token, b"kv", DOMAIN, LEASE_MS)
+        call = self.scripts.handoff(job.id, job.epoch, job.owner, seq, token, b"kv", DOMAIN, LEASE_MS, note_of(token))
         for _ in range(1 + again):
             assert self.run(call) == ("gap" if jump else "ok")
 
@@ -295,7 +303,8 @@ class History:
             if job.owner == owner:
                 seq = max(0, len(job.log) - back)
                 fresh = self.make(min(count, max(0, job.max_tokens - len(job.log))))
-                step.append(Emission(job.id, job.epoch, seq, (*job.ids[seq:], *fresh)))
+                ids = (*job.ids[seq:], *fresh)
+                step.append(Emission(job.id, job.epoch, seq, ids, notes_of(ids)))
         for _ in range(1 + again):
             answers = self.run(self.scripts.emit(owner, step))
             assert [(a.code, a.next) for a in answers] == [("ok", e.seq + len(e.ids)) for e in step]
@@ -315,7 +324,8 @@ class History:
         jump = data.draw(st.sampled_from([0, 0, 0, 1]), "jump")
         job = self.pick(data, self.owned)
         ids = self.make(min(count, max(0, job.max_tokens - len(job.log))))
-        call = self.scripts.finish(job.id, job.epoch, job.owner, len(job.log) + jump, ids, FinishReason.STOP)
+        seq, stop = len(job.log) + jump, FinishReason.STOP
+        call = self.scripts.finish(job.id, job.epoch, job.owner, seq, ids, stop, notes=notes_of(ids))
         for _ in range(1 + again):
             assert self.run(call) == ("gap" if jump and ids else "ok")
 
@@ -349,13 +359,14 @@ class History:
         job = self.pair.jobs.get(name)
         seq = max(0, (len(job.log) if job else 0) + offset)
         ids = tuple(self.make(2 if job is None or seq + 2 <= job.max_tokens else 0))
+        (token,) = self.make(1)
         scripts = self.scripts
         call: Call[Any] = {
-            "handoff": scripts.handoff(name, epoch, owner, seq, self.make(1)[0], b"kv", DOMAIN, LEASE_MS),
+            "handoff": scripts.handoff(name, epoch, owner, seq, token, b"kv", DOMAIN, LEASE_MS, note_of(token)),
             "adopt": scripts.adopt(name, epoch, owner),
-            "emit": scripts.emit(owner, [Emission(name, epoch, seq, ids)]),
+            "emit": scripts.emit(owner, [Emission(name, epoch, seq, ids, notes_of(ids))]),
             "preempt": scripts.preempt(name, epoch, owner, "kv"),
-            "finish": scripts.finish(name, epoch, owner, seq, ids, FinishReason.STOP),
+            "finish": scripts.finish(name, epoch, owner, seq, ids, FinishReason.STOP, notes=notes_of(ids)),
             "renew": scripts.renew(owner, LEASE_MS, [Held(name, epoch, "run")]),
         }[write]
         current = job is not None and (job.epoch, job.owner) == (epoch, owner) and job.state is not State.DONE
@@ -377,5 +388,6 @@ class History:
             self.claimed(self.pair.waiting(job.id), "P1")
         for job in self.owned:
             ids = self.make(min(1, max(0, job.max_tokens - len(job.log))))
-            call = self.scripts.finish(job.id, job.epoch, job.owner, len(job.log), ids, FinishReason.STOP)
+            seq, stop = len(job.log), FinishReason.STOP
+            call = self.scripts.finish(job.id, job.epoch, job.owner, seq, ids, stop, notes=notes_of(ids))
             assert self.run(call) == "ok"

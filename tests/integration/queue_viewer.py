@@ -14,6 +14,11 @@ from prelay_queue.scripts import Call, NewJob, Scripts
 R = TypeVar("R")
 
 
+def note_of(token: int) -> str:
+    """What is said of a token: nothing of every fourth."""
+    return f"note of {token}" if token % 4 else ""
+
+
 class Run(Protocol):
     """Sends a call."""
 
@@ -60,6 +65,8 @@ class Viewer:
         count = max(len(self.seen), len(self.given) - held_back)
         self.relay.mark_delivered(count)
         self.seen.extend(self.given[len(self.seen) : count])
+        for seq, token in enumerate(self.relay.ids):
+            assert self.relay.notes.get(seq, "") == note_of(token), f"{self} has another token's note at {seq}"
 
     def act(self, scripts: Scripts, run: Run) -> None:
         """Redis answers what was asked first."""
@@ -67,8 +74,8 @@ class Viewer:
             case Requeue(epoch, resume):
                 answer = run(scripts.requeue(self.id, epoch, resume, self.token))
                 self._perform(self.relay.on_requeued(answer))
-            case Resubmit(epoch, ids):
-                (code,) = run(scripts.submit([replace(self.job, epoch=epoch, ids=ids)]))
+            case Resubmit(epoch, ids, notes):
+                (code,) = run(scripts.submit([replace(self.job, epoch=epoch, ids=ids, notes=notes)]))
                 self._perform(self.relay.on_submitted(code, epoch))
             case Reread():
                 view = run(scripts.view(self.id))

@@ -11,7 +11,7 @@ import pytest
 
 from prelay_queue.job import FinishReason
 from prelay_queue.state import State
-from tests.bed.chain import Listener, check_cursors
+from tests.bed.chain import Listener, check_cursors, usage
 from tests.bed.http import post
 from tests.bed.processes import Api, Fleet, fleet, until
 from tests.bed.scripted import ScriptedWorker
@@ -122,7 +122,7 @@ def test_an_answer_in_one_piece_restarts_from_scratch_and_counts_once(
     scripted.finish(second, 0, [20, 21])
     answer = reply.result().json()
     assert ids_of(answer["choices"][0]["text"]) == [20, 21]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    assert answer["usage"] == usage(2, 2)
 
 
 def test_each_choice_is_preempted_by_itself(quiet_api: Api, scripted: ScriptedWorker) -> None:

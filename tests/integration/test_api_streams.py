@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from prelay_worker.config import Role
-from tests.bed.chain import Listener, check_chain, check_stream, expected_chain, stream
+from tests.bed.chain import Listener, check_chain, check_stream, expected_chain, stream, usage
 from tests.bed.http import client_of
 from tests.bed.processes import Api, fleet, until, until_ready
 from tests.bed.scripted import ScriptedWorker
@@ -59,7 +59,7 @@ async def test_three_choices_share_one_stream_and_each_is_whole(api: Api) -> Non
     async with client_of(api.url) as client:
         found = await stream(client, COMPLETIONS, body([7, 8], **options))
     check_stream(found, [7, 8], 40, choices=3)
-    assert found.usage == {"prompt_tokens": 2, "completion_tokens": 120, "total_tokens": 122}
+    assert found.usage == usage(2, 120)
     assert [frame.data for frame in found.frames[-2:]][1] == b"[DONE]"
     assert found.bodies[-1]["choices"] == []
 

@@ -1,8 +1,9 @@
-"""Contracts of handoff, adopt, emit, preempt and renew,."""
+"""Contracts of handoff, adopt, emit, preempt and renew."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,46 @@ def test_a_handoff_emits_the_first_token_and_stages_the_job(desk: Desk) -> None:
     assert desk.log() == [("1-0", {"t": "7"})]
     assert desk.heard() == [TokensEvent(JOB, 1, 0, (7,))]
     assert desk.look().domains == {DOMAIN}
+
+
+def test_a_note_stands_beside_its_token_and_is_told_with_it(desk: Desk) -> None:
+    desk.to(State.PREFILL)
+    desk.listen(API)
+    assert desk.run(desk.scripts.handoff(JOB, 1, P1, 0, 7, b"kv", DOMAIN, LEASE_MS, "n7")) == "ok"
+    claim = desk.claim(D1, f"decode:{DOMAIN}").claim
+    assert claim is not None
+    assert claim.ids == (7,)
+    assert desk.adopt() == "ok"
+    for _ in range(2):  # as after a lost reply
+        (answer,) = desk.run(desk.scripts.emit(D1, [Emission(JOB, 1, 0, (7, 8, 9), ("n7", "", "n9"))]))
+        assert answer == Emitted("ok", 3)
+    assert desk.run(desk.scripts.finish(JOB, 1, D1, 2, (9, 10), "stop", notes=("n9", "n10"))) == "ok"
+    assert desk.log()[:4] == [
+        ("1-0", {"t": "7", "x": "n7"}), ("1-1", {"t": "8"}), ("1-2", {"t": "9", "x": "n9"}),
+        ("1-3", {"t": "10", "x": "n10"}),
+    ]  # fmt: skip
+    assert desk.heard()[:3] == [
+        TokensEvent(JOB, 1, 0, (7,), ("n7",)),
+        TokensEvent(JOB, 1, 1, (8, 9), ("", "n9")),
+        TokensEvent(JOB, 1, 3, (10,), ("n10",)),
+    ]
+    view = desk.run(desk.scripts.view(JOB))
+    assert view is not None
+    assert (view.ids, view.notes) == ((7, 8, 9, 10), ("n7", "", "n9", "n10"))
+
+
+def test_a_preempt_discards_notes_with_their_tokens_and_a_lost_job_comes_back_with_both(desk: Desk) -> None:
+    desk.to(State.DECODE, new_job(attachment=f"{API}#t"))
+    desk.run(desk.scripts.emit(D1, [Emission(JOB, 1, 3, (10, 11), ("n10", "n11"))]))
+    assert desk.preempt() == "ok"
+    assert desk.requeue(4, f"{API}#t").resume == 4
+    view = desk.run(desk.scripts.view(JOB))
+    assert view is not None
+    assert (view.ids, view.notes) == ((7, 8, 9, 10), ("", "", "", "n10"))
+    desk.backend.lose_everything()
+    desk.make_groups("prefill")
+    assert desk.submit(replace(new_job(), epoch=3, ids=view.ids, notes=view.notes)) == ("new",)
+    assert desk.run(desk.scripts.view(JOB)) == replace(view, epoch=3, resume=4)
 
 
 def test_a_restarted_job_is_staged_before_the_new_ones(desk: Desk) -> None:

@@ -32,6 +32,8 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 512
 MAX_STOP_TOKEN_IDS = 64
 #: Words that must not come, and tokens whose logits are biased, of one request.
 MAX_BAD_WORDS, MAX_BIASES = 64, 1024
+#: Likeliest tokens reported at each position: vLLM's limit.
+MAX_LOGPROBS = 20
 #: What OpenAI's tiers come to here: a class, or nothing said.
 SERVICE_TIERS = {"auto": None, "default": None, "priority": Priority.INTERACTIVE, "flex": Priority.BATCH}
 #: More than this leaves nothing of the logits' order.
@@ -68,7 +70,6 @@ def _refused(name: str, why: str, *neutral: Any, route: Route = Route.BOTH) -> P
 
 
 _COMPLETION, _CHAT = Route.COMPLETION, Route.CHAT
-_NO_LOGPROBS = "is not implemented: probabilities are not reported"
 _NO_TOOLS = "is not implemented: this server calls no tools"
 _NO_STORE = "is not implemented: nothing is kept after the answer"
 _TEXT_ONLY = "is not implemented: the models served here read and write text"
@@ -95,6 +96,10 @@ PARAMETERS = (
     Parameter("frequency_penalty", checks.number(-2, 2), 0.0),
     Parameter("logit_bias", checks.biases(MAX_BIASES, -100, 100), ()),
     Parameter("bad_words", checks.one_or_many_texts(MAX_BAD_WORDS, MAX_STOP_CHARS), ()),
+    Parameter("logprobs", checks.integer(0, MAX_LOGPROBS), route=_COMPLETION),
+    Parameter("logprobs", checks.boolean, False, route=_CHAT),
+    Parameter("top_logprobs", checks.integer(0, MAX_LOGPROBS), route=_CHAT),
+    Parameter("prompt_logprobs", checks.integer(0, MAX_LOGPROBS)),
     Parameter("priority", checks.one_of({priority.value: priority for priority in Priority})),
     Parameter("service_tier", checks.one_of(SERVICE_TIERS), route=_CHAT),
     Parameter("stream", checks.boolean, False),
@@ -106,8 +111,6 @@ PARAMETERS = (
     _refused("suffix", "is not implemented: the models served here do not fill in", "", route=_COMPLETION),
     _refused("echo", "is not implemented: the prompt is not repeated", False, route=_COMPLETION),
     _refused("best_of", "is not implemented: choices are not ranked, use n", 1, route=_COMPLETION),
-    _refused("logprobs", _NO_LOGPROBS, False),
-    _refused("top_logprobs", _NO_LOGPROBS, 0, route=_CHAT),
     _refused("skip_special_tokens", "is not implemented: special tokens are never shown", True),
     _refused("tools", _NO_TOOLS, [], route=_CHAT),
     _refused("tool_choice", _NO_TOOLS, "none", "auto", route=_CHAT),

@@ -7,14 +7,19 @@ choices, carries the usage. Then DONE.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from .reports import Likely, TokenReport
+
 #: The last frame of every stream.
 DONE = b"data: [DONE]\n\n"
+
+#: What is told of some tokens; None when the request did not ask.
+Reports = Sequence[TokenReport] | None
 
 #: Line breaks (a comment or an id must not end early), and NUL, which makes clients ignore an id.
 _BREAKS = str.maketrans(dict.fromkeys("\r\n\0", " "))
@@ -26,18 +31,29 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0  # of the prompt, found in a prefix cache
 
-    def body(self) -> dict[str, int]:
-        return {**asdict(self), "total_tokens": self.prompt_tokens + self.completion_tokens}
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice. `finish_reason` is "stop" or "length"; other endings are errors, not answers."""
+    """One finished choice. `finish_reason` is "stop" or "length"; other endings are errors, not answers.
+
+    `reports` has one entry for each token; None when the request asks for no logprobs, as `prompt_logprobs` is then.
+    """
 
     index: int
     text: str
     finish_reason: str
+    reports: Reports = None
+    prompt_logprobs: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,20 +73,38 @@ class Renderer:
     def answer(self, choices: Iterable[Choice], usage: Usage) -> bytes:
         """The whole answer in one body, choices in the order of their index."""
         ordered = sorted(choices, key=lambda choice: choice.index)
-        shape = _chat_choice if self.chat else _completion_choice
+        shape = self._chat_choice if self.chat else self._completion_choice
         kind = "chat.completion" if self.chat else "text_completion"
-        return self._body(kind, [shape(choice) for choice in ordered], {"usage": usage.body()})
+        prompt = ordered[0].prompt_logprobs if self.chat else None  # vLLM's place for a chat's
+        rest = {"usage": usage.body()} | ({} if prompt is None else {"prompt_logprobs": prompt})
+        return self._body(kind, [shape(choice) for choice in ordered], rest)
+
+    def _chat_choice(self, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        rest = {"logprobs": self._logprobs(choice.reports), "finish_reason": choice.finish_reason}
+        return {"index": choice.index, "message": message, **rest}
+
+    def _completion_choice(self, choice: Choice) -> dict[str, Any]:
+        prompt = {} if choice.prompt_logprobs is None else {"prompt_logprobs": choice.prompt_logprobs}
+        rest = {"logprobs": self._logprobs(choice.reports), "finish_reason": choice.finish_reason}
+        return {"index": choice.index, "text": choice.text, **rest, **prompt}
+
+    def _logprobs(self, reports: Reports) -> dict[str, Any] | None:
+        if reports is None:
+            return None
+        return _chat_logprobs(reports) if self.chat else _completion_logprobs(reports)
 
     def role_chunk(self, index: int) -> bytes:
         """The first chunk of a choice of a chat. A completion has none."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
-    def text_chunk(self, index: int, text: str) -> bytes:
-        return self._chunk(index, {"delta": {"content": text}} if self.chat else {"text": text}, None)
+    def text_chunk(self, index: int, text: str, reports: Reports = None) -> bytes:
+        """A piece of the text, with the tokens that it comes from."""
+        return self._chunk(index, {"delta": {"content": text}} if self.chat else {"text": text}, None, reports)
 
-    def finish_chunk(self, index: int, finish_reason: str) -> bytes:
-        """The last chunk of a choice, without text."""
-        return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, finish_reason)
+    def finish_chunk(self, index: int, finish_reason: str, reports: Reports = None) -> bytes:
+        """The last chunk of a choice, without text; `reports` are of the tokens that gave none."""
+        return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, finish_reason, reports)
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The last chunk of a stream that was asked to include its usage."""
@@ -80,8 +114,9 @@ class Renderer:
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
-    def _chunk(self, index: int, part: dict[str, Any], finish_reason: str | None) -> bytes:
-        choice = {"index": index, **part, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(self, index: int, part: dict[str, Any], finish_reason: str | None, reports: Reports = None) -> bytes:
+        logprobs = self._logprobs(reports) if reports else None
+        choice = {"index": index, **part, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._body(self._chunk_kind, [choice], {"usage": None} if self.include_usage else {})
 
     def _body(self, kind: str, choices: list[dict[str, Any]], rest: dict[str, Any]) -> bytes:
@@ -89,17 +124,24 @@ class Renderer:
         return orjson.dumps({**head, "system_fingerprint": self.system_fingerprint, "choices": choices, **rest})
 
 
-def _chat_choice(choice: Choice) -> dict[str, Any]:
-    message = {"role": "assistant", "content": choice.text, "refusal": None}
-    return {"index": choice.index, "message": message, "logprobs": None, "finish_reason": choice.finish_reason}
+def _chat_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
+    content = [{**_likely(each.chosen), "top_logprobs": [_likely(other) for other in each.top]} for each in reports]
+    return {"content": content, "refusal": None}
 
 
-def _completion_choice(choice: Choice) -> dict[str, Any]:
+def _likely(token: Likely) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
+def _completion_logprobs(reports: Sequence[TokenReport]) -> dict[str, Any]:
+    """The legacy shape. `top_logprobs` has the token itself too, also when it is not among the likeliest."""
     return {
-        "index": choice.index,
-        "text": choice.text,
-        "logprobs": None,
-        "finish_reason": choice.finish_reason,
+        "tokens": [each.chosen.text for each in reports],
+        "token_logprobs": [each.chosen.logprob for each in reports],
+        "top_logprobs": [
+            {token.text: token.logprob for token in (each.chosen, *reversed(each.top))} for each in reports
+        ],
+        "text_offset": [each.offset for each in reports],
     }
 
 

@@ -32,6 +32,7 @@ class Request:
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
+    prompt_logprobs: int | None = None  # None: the prompt's tokens are not reported
     priority: Priority = Priority.NORMAL
     stream: bool = False
     include_usage: bool = False  # of the stream; an answer in one piece always has its usage
@@ -44,6 +45,12 @@ class CompletionRequest(Request):
     """One prompt, as text or as token ids; the answer goes on from it."""
 
     prompt: str | tuple[int, ...]
+    logprobs: int | None = None  # likeliest tokens reported beside each; None: nothing is reported
+
+    @property
+    def reported(self) -> int | None:
+        """How many of the likeliest tokens are reported with each token of the answer; None: not even its own."""
+        return self.logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +70,10 @@ class ChatRequest(Request):
     """A conversation; the answer is the assistant's next message."""
 
     messages: tuple[Message, ...]
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    @property
+    def reported(self) -> int | None:
+        """How many of the likeliest tokens are reported with each token of the answer; None: not even its own."""
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -139,4 +139,6 @@ def _sampling(
         logit_bias=request.logit_bias,
         bad_words=bad_words,
         min_tokens=request.min_tokens,
+        logprobs=-1 if request.reported is None else request.reported,
+        prompt_logprobs=-1 if request.prompt_logprobs is None else request.prompt_logprobs,
     )

@@ -27,6 +27,9 @@ def chat_request(body: object) -> ChatRequest:
         message = f"max_tokens {older} and max_completion_tokens {newer} disagree: send one of them"
         raise RequestError(message, param="max_completion_tokens", code="invalid_value")
     values["max_tokens"] = older if newer is None else newer
+    if values["top_logprobs"] and not values["logprobs"]:
+        message = f"top_logprobs is {values['top_logprobs']}, but logprobs must be true for it"
+        raise RequestError(message, param="top_logprobs", code="invalid_value")
     return ChatRequest(messages=values.pop("messages"), **_common(values))
 
 
@@ -34,6 +37,9 @@ def _common(values: dict[str, Any]) -> dict[str, Any]:
     values["top_k"] = max(values["top_k"], 0)  # -1 is another way to say off
     values["include_usage"] = values.pop("stream_options")
     values["priority"] = _class(values["priority"], values.pop("service_tier", None))
+    if values["stream"] and values["prompt_logprobs"] is not None:
+        message = "prompt_logprobs come with the whole answer, not with a stream: send stream false"
+        raise RequestError(message, param="prompt_logprobs", code="invalid_value")
     return values
 
 

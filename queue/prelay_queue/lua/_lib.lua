@@ -96,27 +96,41 @@ local function without(attachments, gone)
   return table.concat(left, ' '), found
 end
 
--- All token ids of the log, in order.
-local function log_ids(id)
-  local ids = {}
+-- All token ids of the log, in order, and their notes: one for each, or none.
+local function log_tokens(id)
+  local ids, notes, noted = {}, {}, false
   for _, e in ipairs(redis.call('XRANGE', logkey(id), '-', '+')) do
-    if e[2][1] == 't' then table.insert(ids, tonumber(e[2][2])) end
+    if e[2][1] == 't' then
+      table.insert(ids, tonumber(e[2][2]))
+      table.insert(notes, e[2][4] or '')
+      noted = noted or e[2][3] == 'x'
+    end
   end
-  return ids
+  return ids, noted and notes or {}
+end
+
+local function write_token(id, ep, seq, token, note)
+  if note and note ~= '' then
+    redis.call('XADD', logkey(id), ep .. '-' .. seq, 't', token, 'x', note)
+  else
+    redis.call('XADD', logkey(id), ep .. '-' .. seq, 't', token)
+  end
 end
 
 -- Append tokens to the log: trims what is below `nx`, refuses a gap. `nx` and `at` are the job's, as `refusal` read them.
--- Returns ok|gap and the new next.
-local function append(id, ep, seq, ids, nx, at)
+-- `notes` is nil, empty, or has one note for each token. Returns ok|gap and the new next.
+local function append(id, ep, seq, ids, nx, at, notes)
   if seq > nx then return 'gap', nx end
-  local fresh = {}
+  local noted = notes and #notes > 0
+  local fresh, said = {}, {}
   for i = nx - seq + 1, #ids do
-    redis.call('XADD', logkey(id), ep .. '-' .. (seq + i - 1), 't', ids[i])
+    write_token(id, ep, seq + i - 1, ids[i], noted and notes[i])
     table.insert(fresh, ids[i])
+    if noted then table.insert(said, notes[i]) end
   end
   if #fresh > 0 then
     redis.call('HSET', jobkey(id), 'nx', nx + #fresh)
-    tell(id, { 't', id, ep, nx, fresh }, at)
+    tell(id, noted and { 't', id, ep, nx, fresh, said } or { 't', id, ep, nx, fresh }, at)
   end
   return 'ok', nx + #fresh
 end

@@ -1,4 +1,4 @@
--- submit(jobs): [{id, spec, cls, pt, mt, n, ttl, at, ep, ids}] of one request, all or (on OOM) none.
+-- submit(jobs): [{id, spec, cls, pt, mt, n, ttl, at, ep, ids, notes}] of one request, all or (on OOM) none.
 -- Answers new | exists per job. `ep` and `ids` above 1/empty rebuild a job that Redis lost; one that has all its
 -- tokens already ends instead of running.
 -- No allow-oom here: a full Redis refuses new work and drains the old.
@@ -17,7 +17,7 @@ for _, job in ipairs(cjson.decode(ARGV[1])) do
       'spec', job.spec, 'pt', job.pt, 'mt', job.mt, 'n', job.n, 'cls', job.cls, 'sub', now, 'dl', dl,
       'at', job.at, 'pe', 0, 'cr', 0, 'ca', 0, 'rs:' .. job.ep, #job.ids)
     for i, token in ipairs(job.ids) do
-      redis.call('XADD', logkey(job.id), job.ep .. '-' .. (i - 1), 't', token)
+      write_token(job.id, job.ep, i - 1, token, job.notes[i])
     end
     redis.call('ZADD', P .. 'queued', now, job.id)
     -- Its API process may never have said that it lives: it dies, or Redis was away until now.

@@ -27,7 +27,7 @@ class Job:
     submitted_ms: int
     deadline_ms: int  # 0 is none
     attachments: list[str]
-    log: list[tuple[int, int]]  # (epoch that wrote it, token); its place is the token's seq
+    log: list[tuple[int, int, str]]  # (epoch that wrote it, token, note); its place is the token's seq
     state: State = State.QUEUED
     owner: str = ""
     place: tuple[str, str] | None = None  # work stream and entry under which it waits
@@ -49,7 +49,13 @@ class Job:
 
     @property
     def ids(self) -> list[int]:
-        return [token for _, token in self.log]
+        return [token for _, token, _ in self.log]
+
+    @property
+    def notes(self) -> list[str]:
+        """One for each token, or none when no token has one."""
+        found = [note for _, _, note in self.log]
+        return found if any(found) else []
 
     @property
     def apis(self) -> list[str]:
@@ -74,7 +80,10 @@ class Job:
 
     def entries(self) -> list[Entry]:
         """The log as its stream."""
-        found: list[Entry] = [(f"{epoch}-{seq}", {"t": str(token)}) for seq, (epoch, token) in enumerate(self.log)]
+        found: list[Entry] = [
+            (f"{epoch}-{seq}", {"t": str(token)} | ({"x": note} if note else {}))
+            for seq, (epoch, token, note) in enumerate(self.log)
+        ]
         if self.reason is not None:
             found.append((f"{self.epoch}-{len(self.log)}", {"f": self.reason, "e": self.error or ""}))
         return found

@@ -116,14 +116,15 @@ class Rules:
 
     # --- its answer
 
-    def append(self, job: Job, epoch: int, seq: int, ids: Sequence[int]) -> str:
+    def append(self, job: Job, epoch: int, seq: int, ids: Sequence[int], notes: Sequence[str] = ()) -> str:
         """What stands already is passed over; a gap is refused."""
         known = len(job.log) - seq
         if known < 0:
             return "gap"
         if fresh := list(ids[known:]):
-            self.tell(job, "t", epoch, len(job.log), fresh)
-            job.log.extend((epoch, token) for token in fresh)
+            said = list(notes[known:])
+            self.tell(job, "t", epoch, len(job.log), fresh, *([said] if said else []))
+            job.log.extend((epoch, token, note) for token, note in zip(fresh, said or [""] * len(fresh), strict=True))
         return "ok"
 
     def conclude(self, job: Job, reason: str, error: str = "") -> None:

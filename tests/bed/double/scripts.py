@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -21,6 +22,10 @@ def stage_of(key: str) -> str:
 
 def domain_of(key: str) -> str:
     return stage_of(key).partition(":")[2]
+
+
+def _noted(epoch: int, ids: Sequence[int], notes: Sequence[str]) -> list[tuple[int, int, str]]:
+    return [(epoch, token, note) for token, note in zip(ids, notes or [""] * len(ids), strict=True)]
 
 
 class Execution(Rules):
@@ -44,7 +49,7 @@ class Execution(Rules):
             id=new["id"], version=version, epoch=new["ep"], cls=new["cls"], spec=new["spec"],
             prompt_tokens=new["pt"], max_tokens=new["mt"], choices=new["n"], submitted_ms=self.now_ms,
             deadline_ms=self.now_ms + new["ttl"] if new["ttl"] else 0, attachments=new["at"].split(),
-            log=[(new["ep"], token) for token in new["ids"]], resumes={new["ep"]: len(new["ids"])},
+            log=_noted(new["ep"], new["ids"], new["notes"]), resumes={new["ep"]: len(new["ids"])},
         )  # fmt: skip
         self.data.jobs[job.id] = job
         self.enter(job, State.QUEUED, self.now_ms)
@@ -87,7 +92,8 @@ class Execution(Rules):
         job = self.data.jobs.get(name)
         if job is None:
             return None
-        return job.state, job.epoch, job.resumes.get(job.epoch, 0), job.reason or "", job.error or "", job.ids
+        resume = job.resumes.get(job.epoch, 0)
+        return job.state, job.epoch, resume, job.reason or "", job.error or "", job.ids, job.notes
 
     # --- workers
 
@@ -124,7 +130,7 @@ class Execution(Rules):
         )  # fmt: skip
 
     def handoff(
-        self, name: str, epoch: int, owner: str, seq: int, token: int, kv: str, domain: str, lease_ms: int
+        self, name: str, epoch: int, owner: str, seq: int, token: int, kv: str, domain: str, lease_ms: int, note: str
     ) -> str:
         job = self.data.jobs.get(name)
         if job is not None and job.exporter == (owner, epoch):
@@ -132,7 +138,7 @@ class Execution(Rules):
         if no := self.refusal(name, epoch, owner, Event.HANDOFF):
             return no
         assert job is not None
-        if (code := self.append(job, epoch, seq, [token])) != "ok":
+        if (code := self.append(job, epoch, seq, [token], [note] if note else [])) != "ok":
             return code
         job.kv, job.exporter = kv, (owner, epoch)
         self.enter(job, State.STAGED, self.now_ms + lease_ms)
@@ -153,11 +159,13 @@ class Execution(Rules):
     def emit(self, owner: str, emissions: str) -> list[tuple[str, int]]:
         return [self._emit(owner, *each) for each in orjson.loads(emissions)]
 
-    def _emit(self, owner: str, name: str, epoch: int, seq: int, ids: list[int]) -> tuple[str, int]:
+    def _emit(
+        self, owner: str, name: str, epoch: int, seq: int, ids: list[int], notes: Sequence[str] = ()
+    ) -> tuple[str, int]:
         if no := self.refusal(name, epoch, owner, Event.EMIT):
             return no, 0
         job = self.data.jobs[name]
-        return self.append(job, epoch, seq, ids), len(job.log)
+        return self.append(job, epoch, seq, ids, notes), len(job.log)
 
     def preempt(self, name: str, epoch: int, owner: str, reason: str) -> str:
         no = self.refusal(name, epoch, owner, Event.PREEMPT)
@@ -173,13 +181,13 @@ class Execution(Rules):
         self.tell(job, "p", epoch, reason)
         return "ok"
 
-    def finish(self, name: str, epoch: int, owner: str, seq: int, ids: str, reason: str, error: str) -> str:
+    def finish(self, name: str, epoch: int, owner: str, seq: int, ids: str, reason: str, error: str, notes: str) -> str:
         no = self.refusal(name, epoch, owner, Event.FINISH)
         job = self.data.jobs.get(name)
         if job is None or no:
             mine = job is not None and (job.epoch, job.owner, job.reason) == (epoch, owner, reason)
             return "ok" if no == "done" and mine else str(no)
-        if (last := orjson.loads(ids)) and (code := self.append(job, epoch, seq, last)) != "ok":
+        if (last := orjson.loads(ids)) and (code := self.append(job, epoch, seq, last, orjson.loads(notes))) != "ok":
             return code
         self.conclude(job, reason, error)
         return "ok"

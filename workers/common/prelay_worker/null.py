@@ -16,10 +16,11 @@ from typing import Any
 
 import orjson
 
-from prelay_engine.sequence import NewToken, Sequence, Step
+from prelay_engine.sequence import NOTHING, NewToken, Sequence, Step
 from prelay_engine.stats import BlockStats
 from prelay_queue import failpoints
 from prelay_queue.job import FinishReason
+from prelay_queue.note import Note, TokenLogprobs
 
 from .backend import Backend, Transport
 from .config import NullModel, Role, WorkerConfig
@@ -32,6 +33,24 @@ def null_token(prefix: Iterable[int], epoch: int | None, vocab_size: int) -> int
     for token in prefix:
         digest.update(token.to_bytes(4, "little"))
     return _token(digest, epoch, vocab_size)
+
+
+def null_logprob(token: int) -> float:
+    """Return what the null model says of a token, wherever it stands: so a note at a wrong place shows."""
+    return -(token % 1000) / 8
+
+
+def null_note(sequence: Sequence, token: int) -> Note:
+    """Return the note of a token that was appended to `sequence`, as a real model would write it."""
+    sampling = sequence.sampling
+    own = _null_logprobs(token, sampling.logprobs) if sampling.logprobs >= 0 else None
+    if sampling.prompt_logprobs < 0 or len(sequence.ids) > 1:
+        return Note(own) if own else NOTHING
+    return Note(own, tuple(_null_logprobs(each, sampling.prompt_logprobs) for each in sequence.prompt_ids[1:]))
+
+
+def _null_logprobs(token: int, count: int) -> TokenLogprobs:
+    return TokenLogprobs(null_logprob(token), 1, tuple((token, null_logprob(token)) for _ in range(count)))
 
 
 def _chain() -> Any:
@@ -203,7 +222,7 @@ class NullEngine:
             finish = FinishReason.STOP
         elif len(sequence.ids) >= sampling.max_tokens:
             finish = FinishReason.LENGTH
-        return NewToken(sequence.key, len(sequence.ids) - 1, token, finish)
+        return NewToken(sequence.key, len(sequence.ids) - 1, token, finish, null_note(sequence, token))
 
     def _settle(self, running: _Running, new: NewToken, held: list[str]) -> None:
         if new.finish is not None:

@@ -295,7 +295,9 @@ class Worker(ABC):
                 self._forget(attempt)
                 self._fail(attempt.claim, "the model computed no finite logits", "model_error", 500, new.seq)
                 continue
-            writes.append(Tokens(attempt.claim.id, attempt.claim.epoch, new.seq, (new.token,), new.finish))
+            note = new.note.encode()
+            notes = (note,) if note else ()
+            writes.append(Tokens(attempt.claim.id, attempt.claim.epoch, new.seq, (new.token,), new.finish, notes))
             if new.finish is not None:
                 self._forget(attempt)
         for key in step.evicted:

@@ -42,11 +42,12 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Write):
-    """Tokens seq … of the answer; `reason` is set with the last ones."""
+    """Tokens seq … of the answer, each with a note or none with one; `reason` is set with the last ones."""
 
     seq: int
     ids: tuple[int, ...]
     reason: FinishReason | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Handoff(Write):
     seq: int
     token: int
     kv: bytes
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +178,21 @@ class Writer:
             self._end(write.key)
         elif isinstance(write, Handoff):
             if matcher is not None and matcher.push(write.token) is not None:
-                return [self._stopped(write, write.seq, (write.token,))]
+                notes = (write.note,) if write.note else ()
+                return [self._stopped(write, write.seq, (write.token,), notes)]
             self._matchers.pop(write.key, None)
         elif isinstance(write, Tokens):
             for n, token in enumerate(write.ids if matcher else (), start=1):
                 if matcher is not None and matcher.push(token) is not None:
-                    return [self._stopped(write, write.seq, write.ids[:n])]
+                    return [self._stopped(write, write.seq, write.ids[:n], write.notes[:n])]
             if write.reason is not None:
                 self._end(write.key)
         return [write]
 
-    def _stopped(self, write: Write, seq: int, ids: tuple[int, ...]) -> Tokens:
+    def _stopped(self, write: Write, seq: int, ids: tuple[int, ...], notes: tuple[str, ...]) -> Tokens:
         self._end(write.key)
         self._post(Stop(write.job, write.epoch, "stop string"))
-        return Tokens(write.job, write.epoch, seq, ids, FinishReason.STOP)
+        return Tokens(write.job, write.epoch, seq, ids, FinishReason.STOP, notes)
 
     def _end(self, key: str) -> None:
         self._matchers.pop(key, None)
@@ -230,13 +233,13 @@ class Writer:
         write = group[0]
         match write:
             case Tokens(reason=None):
-                emissions = [Emission(w.job, w.epoch, w.seq, w.ids) for w in group if isinstance(w, Tokens)]
+                emissions = [Emission(w.job, w.epoch, w.seq, w.ids, w.notes) for w in group if isinstance(w, Tokens)]
                 return self._scripts.emit(self._worker, emissions)
-            case Tokens(job, epoch, seq, ids, reason):
-                return self._scripts.finish(job, epoch, self._worker, seq, ids, str(reason))
-            case Handoff(job, epoch, seq, token, kv):
+            case Tokens(job, epoch, seq, ids, reason, notes):
+                return self._scripts.finish(job, epoch, self._worker, seq, ids, str(reason), notes=notes)
+            case Handoff(job, epoch, seq, token, kv, note):
                 lease_ms = self._queue.settings.times.lease_ms
-                return self._scripts.handoff(job, epoch, self._worker, seq, token, kv, self._domain, lease_ms)
+                return self._scripts.handoff(job, epoch, self._worker, seq, token, kv, self._domain, lease_ms, note)
             case Adopt(job, epoch):
                 return self._scripts.adopt(job, epoch, self._worker)
             case GiveUp(job, epoch, reason) | Recall(job, epoch, reason):
@@ -272,11 +275,19 @@ def _group(batch: list[Write]) -> list[list[Write]]:
             continue
         for i, other in enumerate(last):
             if isinstance(write, Tokens) and isinstance(other, Tokens) and other.key == write.key:
-                last[i] = replace(other, ids=other.ids + write.ids)
+                last[i] = _joined(other, write)
                 break
         else:
             last.append(write)
     return groups
+
+
+def _joined(first: Tokens, second: Tokens) -> Tokens:
+    """Tokens that follow each other. A note keeps its place, also where others have none."""
+    notes: tuple[str, ...] = ()
+    if first.notes or second.notes:
+        notes = tuple(note for part in (first, second) for note in part.notes or ("",) * len(part.ids))
+    return replace(first, ids=first.ids + second.ids, notes=notes)
 
 
 def _plain(write: Write) -> bool:

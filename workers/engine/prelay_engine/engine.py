@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
 from prelay_queue.job import FinishReason
+from prelay_queue.note import Note, TokenLogprobs
 
 from .attention import Span
 from .blocks import BlockState
 from .config import EngineConfig
 from .errors import ConfigError, EngineError, NoRoom, UnknownSequence
 from .kv import KvStore
+from .logprobs import Floats, logprobs_of
 from .model import Model
 from .prefix import Chain
 from .sampler import NO_TOKEN, Draw, sample
 from .scheduler import Plan, Row, schedule
-from .sequence import NewToken, Sequence, Step
+from .sequence import NOTHING, NewToken, Sequence, Step
 from .stats import BlockStats
 
 
@@ -38,6 +40,11 @@ class _Entry:
     computed: int  # positions whose keys and values stand in the store
     chain: Chain | None = None  # the names of its full blocks, where those are cached
     hits: int = 0  # positions that others had computed
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens from the second on
+
+
+#: A sequence, the token drawn for it, and what is said of that.
+_Drawn = tuple[_Entry, int, Note]
 
 
 class Engine:
@@ -202,10 +209,10 @@ class Engine:
         spans = self._spans(plan)
         if not spans:
             return Step(evicted=plan.evicted)
-        ending, tokens = self._compute(spans)  # 4, 5
+        drawn = self._compute(spans)  # 4, 5
         self._name(spans)  # 6
-        new = tuple(self._apply(entry, token) for entry, token in zip(ending, tokens, strict=True))  # 7
-        held = tuple(entry.sequence.key for entry in ending if entry.phase is Phase.HELD)
+        new = tuple(self._apply(*each) for each in drawn)  # 7
+        held = tuple(entry.sequence.key for entry, _, _ in drawn if entry.phase is Phase.HELD)
         return Step(new, plan.evicted, held)
 
     def _skip_known(self) -> None:
@@ -248,26 +255,38 @@ class Engine:
         spans += [Span(chunk.key, self._entries[chunk.key].computed, chunk.tokens) for chunk in plan.chunks]
         return sorted(spans, key=lambda span: span.length > 1)
 
-    def _compute(self, spans: Rows[Span]) -> tuple[list[_Entry], list[int]]:
-        """The sequences whose last known token was computed, and a token for each."""
+    def _compute(self, spans: Rows[Span]) -> list[_Drawn]:
+        """The sequences whose last known token was computed, each with a token and what is said of it."""
         ids: list[int] = []
         ending, wanted = [], []
+        asked: list[tuple[_Entry, int]] = []  # for the log-probability of this position of its prompt
+        rows: list[int] = []  # that give those
         for span in spans:
             entry = self._entries[span.key]
+            known = _reported(entry.sequence, span)
+            asked += [(entry, position + 1) for position in known]
+            rows += [len(ids) + position - span.start for position in known]
             ids += _tokens(entry.sequence, span.start, span.length)
             entry.computed += span.length
             if entry.computed == entry.sequence.tokens:
                 ending.append(entry)
                 wanted.append(len(ids) - 1)
         self.computed_tokens += len(ids)
-        logits = self._model.forward(self._kv, spans, ids, wanted)
-        return ending, sample(logits, [self._draw(entry.sequence) for entry in ending])
+        logits = self._model.forward(self._kv, spans, ids, [*wanted, *rows])
+        numbers = logits.numpy()
+        for row, (entry, position) in zip(numbers[len(wanted) :], asked, strict=True):
+            sequence = entry.sequence
+            found = logprobs_of(row, sequence.prompt_ids[position], sequence.sampling.prompt_logprobs)
+            entry.prompt_logprobs.append(found)
+        tokens = sample(logits[: len(wanted)], [self._draw(entry.sequence) for entry in ending])
+        notes = map(_note, ending, numbers, tokens)
+        return list(zip(ending, tokens, notes, strict=True))
 
     def _draw(self, sequence: Sequence) -> Draw:
         ids = sequence.ids
         return Draw(sequence.sampling, len(ids), sequence.prompt_ids, ids, self._ends)
 
-    def _apply(self, entry: _Entry, token: int) -> NewToken:
+    def _apply(self, entry: _Entry, token: int, note: Note) -> NewToken:
         sequence = entry.sequence
         cached = min(entry.hits, len(sequence.prompt_ids)) if entry.phase is Phase.PREFILL else 0
         sequence.ids.append(token)
@@ -281,7 +300,7 @@ class Engine:
             self._kv.pool.move(sequence.key, BlockState.HELD)
         else:
             entry.phase = Phase.DECODE
-        return NewToken(sequence.key, len(sequence.ids) - 1, token, finish, cached=cached)
+        return NewToken(sequence.key, len(sequence.ids) - 1, token, finish, note, cached=cached)
 
     def _finish(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling = sequence.sampling
@@ -328,6 +347,26 @@ class Engine:
         return f"<Engine {self._kv.pool.free}/{self._kv.pool.size} blocks free; {shown or 'empty'}>"
 
 
+def _reported(sequence: Sequence, span: Span) -> range:
+    """The positions of a span whose rows say how likely the prompt's next token was, if that is asked for.
+
+    An attempt that goes on from ids has no need: it stands in the note of the first of them.
+    """
+    if sequence.sampling.prompt_logprobs < 0 or sequence.ids:
+        return range(0)
+    return range(span.start, min(span.start + span.length, len(sequence.prompt_ids) - 1))
+
+
+def _note(entry: _Entry, row: Floats, token: int) -> Note:
+    """What is said of a token that was drawn from a row of logits [vocabulary]."""
+    sequence = entry.sequence
+    count = sequence.sampling.logprobs
+    own = logprobs_of(row, token, count) if count >= 0 and token != NO_TOKEN else None
+    if sequence.ids:
+        return Note(own) if own else NOTHING
+    return Note(own, tuple(entry.prompt_logprobs))
+
+
 def _grows(entry: _Entry) -> bool:
     """Whether it runs, and may ask for one more block."""
     sequence = entry.sequence
@@ -336,6 +375,8 @@ def _grows(entry: _Entry) -> bool:
 
 def _shareable(sequence: Sequence, block_size: int) -> int:
     """How many of its first blocks may be another's: not that of the last token, which gives the next one."""
+    if sequence.sampling.prompt_logprobs >= 0 and not sequence.ids:
+        return 0  # each token of the prompt is to be computed
     return (sequence.tokens - 1) // block_size
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from prelay_queue.job import FinishReason, Sampling
+from prelay_queue.note import Note
+
+#: What is said of most tokens.
+NOTHING = Note()
 
 
 @dataclass(slots=True)
@@ -45,6 +49,7 @@ class NewToken:
     seq: int
     token: int
     finish: FinishReason | None = None
+    note: Note = NOTHING
     cached: int = 0
 
 

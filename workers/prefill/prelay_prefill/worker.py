@@ -35,4 +35,4 @@ class PrefillWorker(Worker):
         claim = self.attempts[key].claim
         kv = self.backend.transport.export(key, self.tokens_needed(claim))
         self.leases.hand_over(claim.id, claim.epoch)
-        self._put([Handoff(claim.id, claim.epoch, token.seq, token.token, kv)])
+        self._put([Handoff(claim.id, claim.epoch, token.seq, token.token, kv, token.note.encode())])
