@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -45,7 +46,12 @@ def test_whoever_waits_for_more_classes_is_not_woken_by_fewer() -> None:
     admission = Admission(BLOCK)
     admission.publish(0, 0, Opening(3, 2))
     woken = threading.Event()
-    waiter = threading.Thread(target=lambda: (admission.wait_wider(2, 10), woken.set()))
+
+    def wait() -> None:
+        admission.wait_wider(2, 10)
+        woken.set()
+
+    waiter = threading.Thread(target=wait)
     waiter.start()
     admission.publish(0, 0, Opening(3, 1))
     admission.publish(0, 0, Opening(3, 2))
@@ -97,7 +103,7 @@ def test_a_claim_that_must_run_alone_closes_at_once() -> None:
 
 def test_a_loop_that_is_long_in_one_step_closes_and_opens_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     admission = Admission(BLOCK)
     admission.publish(9, 9, OPEN)
     now += module.STEP_S + 0.1

@@ -15,8 +15,8 @@ from prelay_queue.job import FinishReason
 from prelay_queue.keys import Keys
 from prelay_queue.scripts import Call, Emission, Emitted, Scripts
 from prelay_queue.settings import QueueSettings
-from prelay_worker.messages import Exported, Message, Stop
-from prelay_worker.writer import Adopt, Begin, Fail, Forget, GiveUp, Handoff, Tokens, Write, Writer, _group
+from prelay_worker.messages import Exported, Message, Release, Stop
+from prelay_worker.writer import Adopt, Begin, Fail, Forget, GiveUp, Handoff, Recall, Tokens, Write, Writer, _group
 
 Answer = Any
 
@@ -218,3 +218,11 @@ def test_a_forgotten_attempt_leaves_no_matcher_and_its_earlier_writes_go_out() -
 
     assert batch == [Tokens("a/0", 1, 0, (1,))]
     assert list(writer._matchers) == ["b/0@1"]
+
+
+@pytest.mark.parametrize("code", ["ok", "fenced", "done", "gone"])
+def test_a_staged_job_that_is_asked_back_is_freed_only_if_no_decode_worker_has_it(code: str) -> None:
+    queue = FakeQueue([[code]])
+    assert write(queue, Recall("r/0", 1, "urgent")) == ([Release("r/0", 1)] if code == "ok" else [])
+    ((call,),) = queue.sent
+    assert (call.name, call.args) == ("preempt", ("r/0", 1, "me", "urgent"))
