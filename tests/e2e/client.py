@@ -18,7 +18,9 @@ class Answer:
     id: str = ""
     text: str = ""
     finish: list[str] = field(default_factory=list)
-    usage: dict[str, int] | None = None
+    usage: dict[str, int] | None = None  # see `counted`
+    cached: int = 0  # tokens of the prompt that a cache had
+    logprobs: list[tuple[str, float, dict[str, float]]] = field(default_factory=list)
     cursors: list[tuple[int, int]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
     done: int = 0
@@ -67,15 +69,29 @@ def stream(url: str, body: dict[str, Any], on_frame: Callable[[Answer], None] | 
             answer.id = event["id"]
             epoch, seq = cursor.split("-")
             answer.cursors.append((int(epoch), int(seq)))
-            answer.usage = event.get("usage") or answer.usage
+            if event.get("usage"):
+                answer.usage = counted(event["usage"])
+                answer.cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
             for choice in event["choices"]:
                 piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
                 answer.text += piece
+                answer.logprobs += reported(choice)
                 if choice["finish_reason"]:
                     answer.finish.append(choice["finish_reason"])
                 if piece and on_frame is not None:
                     on_frame(answer)
     return answer
+
+
+def counted(usage: dict[str, Any]) -> dict[str, int]:
+    """What does not depend on who asked before."""
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+
+
+def reported(choice: dict[str, Any]) -> list[tuple[str, float, dict[str, float]]]:
+    """Of a completion: each token with its log-probability and the likeliest tokens'."""
+    found = choice["logprobs"]
+    return list(zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)) if found else []
 
 
 def together(url: str, bodies: list[dict[str, Any]]) -> list[Answer]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.bed.serving import Serving
 
-from .client import Answer, frames, stream, together
+from .client import Answer, counted, frames, reported, stream, together
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -99,6 +99,35 @@ def check_preempts_in_mid_stream(server: Serving, sampling: dict[str, Any]) -> N
     server.until_drained()
 
 
+def test_preempts_neither_lose_nor_double_a_logprob(tight: Serving) -> None:
+    """sglang#26510, here with penalties, whose counts a restart could lose too."""
+    body = completion(**SEEDED, logprobs=5, repetition_penalty=1.2, frequency_penalty=0.5)
+    undisturbed = httpx.post(f"{tight.url}/v1/completions", json=body, timeout=60).json()
+
+    answer = stream(tight.url, body, preempting_at(tight, 5, 15, 30))
+
+    answer.check()
+    assert len(answer.epochs) == 4
+    assert answer.text == undisturbed["choices"][0]["text"]
+    assert len(answer.logprobs) == undisturbed["usage"]["completion_tokens"] == 40
+    assert answer.logprobs == reported(undisturbed["choices"][0])
+
+
+def test_a_prompt_s_logprobs_come_once_and_are_the_model_s(tight: Serving) -> None:
+    body = completion(temperature=0, max_tokens=4, prompt_logprobs=1, logprobs=1)
+    choice = httpx.post(f"{tight.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    assert choice["prompt_logprobs"][0] is None
+    # The first answer's token is the likeliest after the prompt; as part of a prompt it has the same figure.
+    grown = completion(temperature=0, max_tokens=1, prompt_logprobs=0, prompt=body["prompt"] + choice["text"])
+    again = httpx.post(f"{tight.url}/v1/completions", json=grown, timeout=60).json()["choices"][0]["prompt_logprobs"]
+    place = len(choice["prompt_logprobs"])
+    values = [found["logprob"] for each in again[1:] for found in each.values()]
+    assert values[: place - 1] == [
+        min(found["logprob"] for found in each.values()) for each in choice["prompt_logprobs"][1:]
+    ]
+    assert values[place - 1 :] == choice["logprobs"]["token_logprobs"]
+
+
 @pytest.mark.slow
 def test_a_preempt_past_the_bound_still_evicts(tight: Serving) -> None:
     body = completion(temperature=0, max_tokens=40)
@@ -128,7 +157,7 @@ def test_a_preempted_whole_response_counts_once(tight: Serving) -> None:
 
     for one, other in zip(alone, crowded, strict=True):
         assert other["choices"] == one["choices"]
-        assert other["usage"] == one["usage"]
+        assert counted(other["usage"]) == counted(one["usage"])
         assert other["usage"]["completion_tokens"] == 40
     assert any(choice["epoch"] > 1 for job in epochs for choice in job["choices"]), "nothing was preempted"
 

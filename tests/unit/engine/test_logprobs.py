@@ -1,4 +1,4 @@
-"""Log-probabilities: exactly those of a softmax over the model's own logits, one for each token, in every way to run."""
+"""Log-probabilities: exactly those of a softmax over the model's own logits, one a token, in every way to run."""
 
 from __future__ import annotations
 
