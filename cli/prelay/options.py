@@ -87,6 +87,10 @@ OPTIONS: dict[str, Option] = {
         Option("block_size", "TOKENS", "Tokens in a KV block.", "16", _WORKERS),
         Option("max_running", "N", "Sequences that one worker runs at a time.", "64", _WORKERS),
         Option("prefill_chunk", "TOKENS", "Prompt tokens computed in one step.", "256", _WORKERS),
+        Option(
+            "prefix_cache", "on|off", "Keep the KV of prompts and answers for prompts that begin alike, as long as its"
+            " memory is not needed: in prefill and unified workers.", "on", _WORKERS,
+        ),
         Option("max_preemptions", "N", "After so many preempts a job is not preempted again.", "3", _WORKERS),
         Option(
             "patience_s", "SECONDS", "A job that waits for room in a worker is passed by more urgent ones; each time it"
@@ -117,8 +121,8 @@ OPTIONS: dict[str, Option] = {
 
 _NULL = ("null_model", "null_divergent", "null_step_ms", "null_prefill_ms", "null_vocab")
 _RUN = (
-    "dtype", "max_model_len", "block_size", "max_running", "prefill_chunk", "max_preemptions", "patience_s", "threads",
-    *_NULL,
+    "dtype", "max_model_len", "block_size", "max_running", "prefill_chunk", "prefix_cache", "max_preemptions",
+    "patience_s", "threads", *_NULL,
 )  # fmt: skip
 _COMMON = ("redis_url", "model", "log_level")
 API = (*_COMMON, "served_model_name", "host", "port", "keep", "shutdown_grace_s")

@@ -71,6 +71,7 @@ def run_worker(role: str, settings: Settings) -> int:
         max_model_len=settings.max_model_len,
         threads=mine.threads,
         max_preemptions=settings.max_preemptions,
+        prefix_cache=settings.prefix_cache == "on",
         patience_s=settings.patience_s,
         null=null if settings.null_model else None,
     )

@@ -86,11 +86,11 @@ class Serving:
         return int(worker["pid"])
 
     def until_drained(self, timeout_s: float = 20) -> None:
-        """Wait until every pool is free again; nothing may be orphaned at any time after."""
+        """Wait until no pool is held by anybody; nothing may be orphaned at any time after."""
 
         def drained() -> bool:
             pools = [w["kv"] for w in self.workers()]
-            return bool(pools) and all(kv["free"] == kv["total"] and not kv["orphaned"] for kv in pools)
+            return bool(pools) and all(kv["free"] + kv["cached"] == kv["total"] and not kv["orphaned"] for kv in pools)
 
         until(drained, timeout_s)
 

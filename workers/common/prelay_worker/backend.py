@@ -24,6 +24,16 @@ class EngineLike(Protocol):
         ...
 
     @property
+    def prefix_queries(self) -> int:
+        """Tokens that came to be prefilled while a prefix cache was on, since the start."""
+        ...
+
+    @property
+    def prefix_hits(self) -> int:
+        """Those of `prefix_queries` that the cache held, so that nobody computed them again."""
+        ...
+
+    @property
     def running(self) -> int: ...
     @property
     def waiting(self) -> int: ...

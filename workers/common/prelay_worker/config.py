@@ -47,6 +47,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     threads: int = 1
     max_preemptions: int = 3
+    prefix_cache: bool = True
     #: A job that waits for room counts one class higher each time after so long, seconds.
     patience_s: float = 30.0
     null: NullModel | None = None

@@ -93,6 +93,7 @@ class NullEngine:
         self._held: dict[str, _Running] = {}
         self._generation = 0
         self.computed_tokens = 0
+        self.prefix_queries = self.prefix_hits = 0  # it caches nothing
 
     def __repr__(self) -> str:
         return f"NullEngine({self.stats()}, {[(k, r.state) for k, r in self._held.items()]})"

@@ -135,12 +135,15 @@ def _prefill(config: WorkerConfig, engine_config: EngineConfig, model: Model, wo
     if swept := sweep(SHM_DIR):
         log.info("removed KV segments of dead workers: %s", ", ".join(swept))
     pool = ShmPool.create(worker, _layout(config, model))
-    kv = PagedKv(model.geometry, BlockPool(config.kv_blocks, pool.generations), config.block_size, pool.tensor)
+    blocks = BlockPool(config.kv_blocks, pool.generations)
+    kv = PagedKv(model.geometry, blocks, config.block_size, pool.tensor, config.prefix_cache)
     return Engine(model, kv, engine_config), ShmExport(pool, kv)
 
 
 def _decode(config: WorkerConfig, engine_config: EngineConfig, model: Model) -> tuple[Engine, Transport]:
-    kv = ContiguousKv(model.geometry, BlockPool(config.kv_blocks), config.block_size)
+    # A decode worker copies what it lacks, and a copy of its own would be no faster (docs/design.md, section 11).
+    prefix_cache = config.prefix_cache and config.role is Role.UNIFIED
+    kv = ContiguousKv(model.geometry, BlockPool(config.kv_blocks), config.block_size, prefix_cache)
     engine = Engine(model, kv, engine_config)
     if config.role is Role.UNIFIED:
         return engine, NoTransport()

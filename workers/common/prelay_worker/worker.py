@@ -311,7 +311,7 @@ class Worker(ABC):
         self.leases.stamp()
         stats = self.engine.stats()
         room = self._room()
-        self._admission.publish(stats.free + stats.cached, room.slots, self._opening(room))
+        self._admission.publish(stats.available, room.slots, self._opening(room))
         self.leases.publish(
             {
                 **self._about,
@@ -320,6 +320,8 @@ class Worker(ABC):
                 "waiting": self.engine.waiting + len(self._heads),
                 "kv": asdict(stats),
                 "computed_tokens": self.engine.computed_tokens,
+                "prefix_queries": self.engine.prefix_queries,
+                "prefix_hits": self.engine.prefix_hits,
             }
         )
 

@@ -288,7 +288,6 @@ class Engine:
 
     def _apply(self, entry: _Entry, token: int, note: Note) -> NewToken:
         sequence = entry.sequence
-        cached = min(entry.hits, len(sequence.prompt_ids)) if entry.phase is Phase.PREFILL else 0
         sequence.ids.append(token)
         finish = self._finish(sequence, token)
         if finish is not None:
@@ -300,7 +299,7 @@ class Engine:
             self._kv.pool.move(sequence.key, BlockState.HELD)
         else:
             entry.phase = Phase.DECODE
-        return NewToken(sequence.key, len(sequence.ids) - 1, token, finish, note, cached=cached)
+        return NewToken(sequence.key, len(sequence.ids) - 1, token, finish, note)
 
     def _finish(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling = sequence.sampling
@@ -364,7 +363,7 @@ def _note(entry: _Entry, row: Floats, token: int) -> Note:
     own = logprobs_of(row, token, count) if count >= 0 and token != NO_TOKEN else None
     if sequence.ids:
         return Note(own) if own else NOTHING
-    return Note(own, tuple(entry.prompt_logprobs))
+    return Note(own, tuple(entry.prompt_logprobs), entry.hits)
 
 
 def _grows(entry: _Entry) -> bool:

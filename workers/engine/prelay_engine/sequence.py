@@ -40,17 +40,13 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """One sampled token. `finish` is set on the last one of a sequence, which the engine then forgets.
-
-    `cached` is of the first token that an attempt samples: how many of its prompt's tokens were not computed for it.
-    """
+    """One sampled token. `finish` is set on the last one of a sequence, which the engine then forgets."""
 
     key: str
     seq: int
     token: int
     finish: FinishReason | None = None
     note: Note = NOTHING
-    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
