@@ -51,7 +51,8 @@ def measure(server: Server, model: Path, args: argparse.Namespace) -> dict[str, 
             found.worker(role, null=null, blocks=65536, max_running=args.streams)
         asyncio.run(load(api.url, args.streams, 16))  # warm
         live = asyncio.run(bytes_per_request(server, api.url, args))
-        rates, costs = [], []
+        rates: list[float] = []
+        costs: list[dict[str, float]] = []
         end = time.monotonic() + args.hold
         while len(rates) < args.runs or time.monotonic() < end:
             before, start = dict(cpu(server, found)), time.perf_counter()
@@ -115,12 +116,12 @@ async def bytes_per_request(server: Server, url: str, args: argparse.Namespace) 
     client: redis.Redis = server.client
     before = int(client.info("memory")["used_memory"])
     task = asyncio.create_task(load(url, args.streams, args.tokens))
-    seen = []
+    seen: list[int] = []
     while not task.done():
         await asyncio.sleep(0.02)
         seen.append(int(client.info("memory")["used_memory"]) - before)
     await task
-    return max(seen) // args.streams
+    return int(max(seen) // args.streams)
 
 
 if __name__ == "__main__":

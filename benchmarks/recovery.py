@@ -32,6 +32,7 @@ import httpx
 import psutil
 
 from prelay_queue.client import SyncQueue
+from prelay_queue.scripts import text
 from prelay_queue.settings import QueueSettings
 from prelay_queue.state import State
 from prelay_text.fingerprint import fingerprint
@@ -116,9 +117,10 @@ def until_owned(site: Site, state: State) -> tuple[str, int, int]:
 
     def look() -> tuple[str, int, int] | None:
         for raw in site.queue.redis.zrange(site.queue.keys.leases, 0, -1):
-            fields: Any = site.queue.redis.hmget(site.queue.keys.job(raw.decode()), "st", "ep", "ow")
+            job = text(raw)
+            fields: Any = site.queue.redis.hmget(site.queue.keys.job(job), "st", "ep", "ow")
             if fields[0] == state.encode() and fields[2]:
-                return raw.decode(), int(fields[1]), int(fields[2].split(b":")[1])
+                return job, int(fields[1]), int(fields[2].split(b":")[1])
         return None
 
     found: tuple[str, int, int] = until(look, 60, every_s=0.002)

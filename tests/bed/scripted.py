@@ -59,7 +59,7 @@ class ScriptedWorker:
 
     def heard(self) -> list[dict[str, Any]]:
         """The commands sent to this worker."""
-        entries = self.queue.redis.xrange(self.queue.keys.control(self.id))
+        entries: Any = self.queue.redis.xrange(self.queue.keys.control(self.id))
         return [orjson.loads(fields[b"c"]) for _, fields in entries][1:]
 
     def claim(self, timeout_s: float = 10) -> Claim:

@@ -117,7 +117,7 @@ class NullFleet:
 
     def submit(self, count: int = 6, prompt: int = 6, max_tokens: int = 24, **changes: Any) -> list[Client]:
         """Submit jobs with prompts of their own and a client on each."""
-        clients = []
+        clients: list[Client] = []
         for _ in range(count):
             n = len(self.clients) + len(clients)
             spec = JobSpec(f"r{n}/0", tuple(range(n, n + prompt)), Sampling(max_tokens, ignore_eos=True))
@@ -209,7 +209,7 @@ class NullFleet:
         for raw in self.redis.keys(f"{self.keys.prefix}*"):
             self._check_key(raw, dead)
 
-    def _check_key(self, raw: bytes, dead: set[str]) -> None:
+    def _check_key(self, raw: bytes | str, dead: set[str]) -> None:
         """May this key be there when all have ended? Keys of those that were killed go by themselves."""
         key = text(raw).removeprefix(self.keys.prefix)
         kind, _, rest = key.partition(":")

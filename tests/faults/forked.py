@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 from prelay_api.config import ApiConfig
@@ -28,7 +29,7 @@ _fork.set_forkserver_preload(
 _numbers = itertools.count()
 
 
-class Forked:
+class Forked(ABC):
     """One process and what it says."""
 
     def __init__(self, kind: str, config: WorkerConfig | ApiConfig, faults: str, folder: Path) -> None:
@@ -44,6 +45,11 @@ class Forked:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.log_path.stem}, pid={self.pid}, code={self.code})"
+
+    @property
+    @abstractmethod
+    def id(self) -> str:
+        """Its incarnation, "" before it is ready."""
 
     @property
     def pid(self) -> int:
@@ -111,7 +117,7 @@ class Forked:
 
 
 class WorkerProcess(Forked):
-    """One worker process. `id` is its incarnation, "" before it is ready."""
+    """One worker process."""
 
     def __init__(self, config: WorkerConfig, faults: str, folder: Path) -> None:
         self.config = config
@@ -123,7 +129,7 @@ class WorkerProcess(Forked):
 
 
 class ApiProcess(Forked):
-    """One API process. `url` is where it serves and `id` its incarnation, each "" before it is so far."""
+    """One API process. `url` is where it serves, "" before it does."""
 
     def __init__(self, config: ApiConfig, faults: str, folder: Path) -> None:
         self.config = config

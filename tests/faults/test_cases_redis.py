@@ -13,6 +13,7 @@ from prelay_queue.keys import GROUP
 from prelay_queue.scripts import text
 from prelay_queue.settings import QueueTimes
 from prelay_worker.config import NullModel, Role
+from tests.bed.bound import bound
 from tests.bed.http import post
 from tests.bed.processes import again_and_again, until
 from tests.bed.servers import Server, binary_of, make_server
@@ -116,7 +117,8 @@ def test_work_streams_trimmed_under_load_lose_no_job_that_waits(shared_server: S
         gone = {"prefill": 0, "decode:null": 0}
         for stage, enough in (("prefill", 20), ("decode:null", 1), ("prefill", 5)):
             streams = keys.work(stage)
-            until(lambda of=streams, count=enough: sum(redis.xlen(stream) for stream in of) >= count, every_s=0.002)
+            waiting = bound(lambda of: sum(redis.xlen(stream) for stream in of), streams)
+            until(bound(lambda count, least: count() >= least, waiting, enough), every_s=0.002)
             gone[stage] += sum(redis.xtrim(stream, maxlen=0, approximate=False) for stream in streams)
         assert gone["prefill"] >= 25, gone
         assert gone["decode:null"] >= 1, gone

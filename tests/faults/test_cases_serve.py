@@ -17,6 +17,7 @@ import pytest
 import redis
 
 from prelay_queue.scripts import text
+from tests.bed.bound import bound
 from tests.bed.chain import check_chain
 from tests.bed.http import get
 from tests.bed.processes import fleet, until
@@ -108,7 +109,7 @@ class WriterWatch:
         if "-server" not in str(process.info["name"]):
             return False
         with contextlib.suppress(psutil.Error):
-            return process.cwd() == self._folder and process.status() != psutil.STATUS_ZOMBIE
+            return bool(process.cwd() == self._folder and process.status() != psutil.STATUS_ZOMBIE)
         return False
 
 
@@ -149,7 +150,7 @@ def check_kept(serve: Serve, done: str, open_: Crowd, broken: list[Any]) -> None
     with server_of(serve) as client:
         for prompt, found in zip(open_.prompts, open_.streams, strict=True):
             (key,) = client.keys(f"*job:{found.id}/0")
-            until(lambda key=key: client.hget(key, "st") == b"done", 60)
+            until(bound(lambda key: client.hget(key, "st") == b"done", key), 60)
             log: Any = client.xrange(text(key).replace("job:", "log:"))
             ids = [int(entry[b"t"]) for _, entry in log[:-1]]
             heard = found.choices[0].ids

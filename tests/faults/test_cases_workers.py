@@ -11,6 +11,7 @@ import pytest
 from prelay_queue.scripts import text
 from prelay_queue.settings import QueueTimes
 from prelay_worker.config import NullModel, Role
+from tests.bed.bound import bound
 from tests.bed.processes import until
 from tests.bed.servers import Server
 from tests.faults.crowd import DIVERGENT, Site, restarted, site
@@ -113,9 +114,9 @@ def test_jobs_end_once_while_a_worker_of_eight_is_killed_every_second(shared_ser
         begun = time.monotonic()
         for n in range(seconds):
             here.crowd(api, 6, max_tokens=60, first=6 * n)
-            until(lambda n=n: time.monotonic() - begun > n + 0.5)
+            until(bound(lambda s: time.monotonic() - begun > s, n + 0.5))
             here.chance.choice([w for w in here.workers if w.id]).kill()
-            until(lambda n=n: time.monotonic() - begun > n + 1)
+            until(bound(lambda s: time.monotonic() - begun > s, n + 1))
             here.tend()
         streams = here.check_crowds(120)
         assert len(here.ended) == seconds
@@ -152,8 +153,8 @@ def test_workers_restarted_hundreds_of_times_leave_no_consumer_and_lose_no_entry
             fleet.submit(at_once, max_tokens=4)
             some = [fleet.start(Role.PREFILL, "claim.before=die" if dies else "", blocks=512) for _ in range(at_once)]
             if dies:
-                until(lambda some=some: any(worker.code is not None for worker in some))
-            until(lambda some=some: all(worker.id or worker.code is not None for worker in some))
+                until(bound(lambda some: any(worker.code is not None for worker in some), some))
+            until(bound(lambda some: all(worker.id or worker.code is not None for worker in some), some))
             most = max(most, consumers(fleet))
             for worker in some:
                 worker.end()

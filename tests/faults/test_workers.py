@@ -6,12 +6,14 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import orjson
 import pytest
 
 from prelay_queue.scripts import text
 from prelay_worker.config import NullModel, Role
+from tests.bed.bound import bound
 from tests.bed.processes import until
 from tests.bed.servers import Server
 from tests.faults.fleet import NULL, TIMES, Client, NullFleet, null_fleet
@@ -129,7 +131,8 @@ def test_a_poisonous_prompt_alone_is_given_up_and_its_neighbours_are_right(share
         error = orjson.loads(view.error)
         assert (view.reason, error["code"], error["status"]) == ("error", "worker_crashed", 500)
         assert len([worker for worker in fleet.ended if worker.role is role]) == 4  # two in company, two alone
-        ((_, letter),) = fleet.redis.xrange(fleet.keys.dead)
+        letters: Any = fleet.redis.xrange(fleet.keys.dead)
+        ((_, letter),) = letters
         assert text(letter[b"id"]) == bad.id
         for client in good:
             fleet.check_answer(client)
@@ -145,7 +148,7 @@ def test_a_fleet_in_which_somebody_dies_all_the_time_ends_each_job_once(fleet: N
     fleet.until_ready()
     for _ in range(10):
         clients = fleet.submit(6, max_tokens=40)
-        until(lambda some=clients: any(fleet.view(client).ids for client in some))  # they are on their way
+        until(bound(lambda some: any(fleet.view(client).ids for client in some), clients))  # they are on their way
         fleet.chance.choice(fleet.workers).kill()
         fleet.tend()
     fleet.until_done(100)

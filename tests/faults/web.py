@@ -119,9 +119,10 @@ class WebFleet(NullFleet):
 
     def finish(self, timeout_s: float = 60) -> None:
         """Ask no more, wait for every client and every job, and check everything."""
-        assert self.traffic is not None
-        self.traffic.stop()
-        self.wait(lambda: self.traffic.idle, timeout_s)
+        traffic = self.traffic
+        assert traffic is not None
+        traffic.stop()
+        self.wait(lambda: traffic.idle, timeout_s)
         self.wait(self._all_over, timeout_s)
         time.sleep(0.5)  # a request whose client left at once may only now be submitted, and is then cancelled
         self.wait(self._all_over, timeout_s)

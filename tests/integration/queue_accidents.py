@@ -108,7 +108,7 @@ class Eventful(History):
         worker = data.draw(st.sampled_from(sorted({job.owner for job in self.owned})), "worker")
         lost = {job.id for job in self.owned if job.owner == worker}
         for name in lost:
-            self.pair.each(lambda desk, name=name: desk.expire_lease(name))
+            self.pair.each(lambda desk, name: desk.expire_lease(name), name)
         if late:
             assert self.run(self.scripts.reap(100, 0, 0, 2, ERROR, 1)) == Reaped()
         answer = self.sweep()
@@ -155,7 +155,7 @@ class Eventful(History):
         if all_ or not self.kept:
             self.pair.each(lambda desk: desk.backend.lose_everything())
             for stage in STAGES.values():
-                self.pair.each(lambda desk, stage=stage: desk.make_groups(stage))
+                self.pair.each(lambda desk, stage: desk.make_groups(stage), stage)
         else:
             data.draw(st.sampled_from(self.kept), "moment")()
         self.rollbacks += 1

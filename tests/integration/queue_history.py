@@ -80,7 +80,7 @@ class History:
     def attend(self) -> None:
         """API processes and workers make the streams that they listen to."""
         for api in (API, OTHER_API):
-            self.both(lambda desk, api=api: bool(desk.run(desk.scripts.attend(api, 3600, begin=True))[0]))
+            self.both(lambda desk, api: bool(desk.run(desk.scripts.attend(api, 3600, begin=True))[0]), api)
         self.pair.each(lambda desk: desk.mind(*WORKERS))
 
     # Choices.
@@ -112,7 +112,7 @@ class History:
     def age(self, index: str, jobs: list[Job]) -> None:
         at_ms = self.pair.double.now_ms() - LONG_MS
         for job in jobs:
-            self.pair.each(lambda desk, job=job: desk.backend.set_score(index, job.id, at_ms))
+            self.pair.each(lambda desk, job: desk.backend.set_score(index, job, at_ms), job.id)
 
     # The client and its API process.
 
@@ -335,14 +335,14 @@ class History:
         worker = data.draw(st.sampled_from(WORKERS), "worker")
         left_ms = data.draw(st.sampled_from([LEASE_MS // 2, LEASE_MS]), "left_ms")
         for job in self.owned:
-            self.pair.each(lambda desk, job=job: desk.leave_lease(left_ms, job.id))
+            self.pair.each(lambda desk, job: desk.leave_lease(left_ms, job), job.id)
         mine = list(dict.fromkeys(attempt for attempt in self.attempts if attempt.owner == worker))
         held = [Held(attempt.job, attempt.epoch, kind) for attempt in mine for kind in ("run", "export")]
         answers = self.run(self.scripts.renew(worker, LEASE_MS, held))
         for item, answer in zip(held, answers, strict=True):
-            job = self.pair.jobs.get(item.job)
-            has = job is not None and job.epoch == item.epoch and job in self.owned and job.owner == worker
-            exports = job is not None and job.exporter == (worker, item.epoch)
+            now = self.pair.jobs.get(item.job)
+            has = now is not None and now.epoch == item.epoch and now in self.owned and now.owner == worker
+            exports = now is not None and now.exporter == (worker, item.epoch)
             assert (answer == "kept") == (has and item.kind == "run")
             assert (answer == "hold") == (exports and item.kind == "export")
 
@@ -361,16 +361,16 @@ class History:
         ids = tuple(self.make(2 if job is None or seq + 2 <= job.max_tokens else 0))
         (token,) = self.make(1)
         scripts = self.scripts
-        call: Call[Any] = {
+        calls: dict[str, Call[Any]] = {
             "handoff": scripts.handoff(name, epoch, owner, seq, token, b"kv", DOMAIN, LEASE_MS, note_of(token)),
             "adopt": scripts.adopt(name, epoch, owner),
             "emit": scripts.emit(owner, [Emission(name, epoch, seq, ids, notes_of(ids))]),
             "preempt": scripts.preempt(name, epoch, owner, "kv"),
             "finish": scripts.finish(name, epoch, owner, seq, ids, FinishReason.STOP, notes=notes_of(ids)),
             "renew": scripts.renew(owner, LEASE_MS, [Held(name, epoch, "run")]),
-        }[write]
+        }
         current = job is not None and (job.epoch, job.owner) == (epoch, owner) and job.state is not State.DONE
-        self.run(call)
+        self.run(calls[write])
         if not current:
             assert self.pair.real.look() == self.picture
 

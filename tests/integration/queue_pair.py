@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import orjson
 
@@ -15,6 +15,7 @@ from tests.integration.queue_backend import DoubleBackend, Picture, ServerBacken
 from tests.integration.queue_desk import Desk, check
 
 R = TypeVar("R")
+Values = TypeVarTuple("Values")
 
 #: Two readings of one server time may lie this far apart: one side acts after the other.
 CLOSE_MS = 20_000
@@ -41,9 +42,9 @@ class Pair:
     def jobs(self) -> dict[str, Job]:
         return self._double.queue.data.jobs
 
-    def both(self, ask: Callable[[Desk], R]) -> R:
+    def both(self, ask: Callable[[Desk, *Values], R], *values: *Values) -> R:
         """Ask both; the answers must be the same, but for the moment."""
-        real, double = ask(self.real), ask(self.double)
+        real, double = ask(self.real, *values), ask(self.double, *values)
         assert _timeless(real) == _timeless(double), f"{real} is not {double}"
         return real
 
@@ -51,10 +52,10 @@ class Pair:
         """Send the same call to both."""
         return self.both(lambda desk: desk.run(call))
 
-    def each(self, do: Callable[[Desk], object]) -> None:
+    def each(self, do: Callable[[Desk, *Values], object], *values: *Values) -> None:
         """Do the same to both, where the answers say nothing."""
-        do(self.real)
-        do(self.double)
+        do(self.real, *values)
+        do(self.double, *values)
 
     def deliver(self, worker: str, stage: str) -> Delivery:
         found = {desk: desk.deliver(worker, stage) for desk in (self.real, self.double)}

@@ -18,6 +18,7 @@ from prelay_queue.client import SyncQueue
 from prelay_queue.settings import QueueSettings
 from prelay_queue.state import State
 from prelay_worker.config import NullModel, Role
+from tests.bed.bound import bound
 from tests.bed.chain import Listener, Stream, check_chain, check_stream, stream
 from tests.bed.http import client_of, get, post
 from tests.bed.processes import Fleet, Process, fast_times, fleet, until, until_ready
@@ -151,7 +152,7 @@ def test_an_operator_preempts_a_stream_three_times(new_fleet: Fleet) -> None:
     for attempt in (1, 2, 3):
         # Ask until a worker has both choices: between the stages nobody does.
         until(lambda: _asked_all(post(f"{job}/preempt")))
-        until(lambda now=attempt: min(_numbers(job, "epoch")) > now)
+        until(bound(lambda now: min(_numbers(job, "epoch")) > now, attempt))
         until(lambda: set(_numbers(job, "state")) == {"decode"})
     found = client.end(60)
     check_stream(found, prompt, 600, choices=2, divergent=True)

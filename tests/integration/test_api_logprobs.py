@@ -80,9 +80,10 @@ async def test_the_tokens_of_a_stop_string_and_of_the_end_are_reported_too(api: 
 
 def test_the_official_client_reads_them_of_chats(api: Api) -> None:
     client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0)
+    messages: Any = chat([5, 6])
     answer = client.chat.completions.create(
         model="null",
-        messages=chat([5, 6]),  # type: ignore[arg-type] - the test bed's plain dictionaries
+        messages=messages,
         max_tokens=9,
         logprobs=True,
         top_logprobs=1,

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from prelay_worker.config import Role
+from tests.bed.bound import bound
 from tests.bed.chain import Listener, check_chain, check_stream, expected_chain, stream, usage
 from tests.bed.http import client_of
 from tests.bed.processes import Api, fleet, until, until_ready
@@ -123,15 +124,16 @@ def test_the_official_client_streams_and_asks_unchanged(api: Api) -> None:
 
 def test_the_official_client_is_content_with_comments_between_tokens(quiet_api: Api, scripted: ScriptedWorker) -> None:
     client = openai.OpenAI(base_url=f"{quiet_api.url}/v1", api_key="none", max_retries=0)
-    answer = client.chat.completions.create(model="null", messages=chat([1]), stream=True)  # type: ignore[call-overload]
+    messages: Any = chat([1])
+    answer = client.chat.completions.create(model="null", messages=messages, stream=True)
     raw = Listener(quiet_api.url, CHAT, {"model": "null", "messages": chat([2])})
     claims = [scripted.take(), scripted.take()]
     for seq in range(3):
         for claim in claims:
             scripted.emit(claim, seq, [seq])
-        until(lambda seen=seq: len(raw.ids) > seen)
+        until(bound(lambda seen: len(raw.ids) > seen, seq))
         comments = raw.found.comments
-        until(lambda seen=comments: raw.found.comments >= seen + 2)
+        until(bound(lambda seen: raw.found.comments >= seen + 2, comments))
     for claim in claims:
         scripted.finish(claim, 3, [3])
     text = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,8 +67,8 @@ def prompts(demo_model: Path) -> list[tuple[int, ...]]:
     """Prompts of different lengths: the later ones repeat their question in a longer message."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     messages = [[{"role": "user", "content": " ".join([text] * (1 + i // 4))}] for i, text in enumerate(QUESTIONS)]
-    chats = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
-    return [tuple(ids) for ids in chats]
+    encode: Any = tokenizer.apply_chat_template
+    return [tuple(encode(m, add_generation_prompt=True, return_dict=False)) for m in messages]
 
 
 def contiguous(model: Model, blocks: int = 256) -> ContiguousKv:

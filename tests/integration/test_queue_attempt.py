@@ -377,13 +377,14 @@ def test_the_exporter_holds_during_the_copy_but_does_not_renew_for_the_one_who_c
 @pytest.mark.parametrize("end", ["adopt", "preempt", "finish", "cancel", "reap"])
 def test_an_export_is_released_when_nobody_will_read_it_any_more(desk: Desk, end: str) -> None:
     desk.to(State.ADOPTING)
-    {
+    ends: dict[str, Callable[[], object]] = {
         "adopt": desk.adopt,
         "preempt": desk.preempt,
         "finish": lambda: desk.finish(1),
         "cancel": desk.cancel,
         "reap": desk.crash,
-    }[end]()
+    }
+    ends[end]()
     assert desk.renew(P1, "export") == "release"
 
 

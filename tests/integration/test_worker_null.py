@@ -14,6 +14,7 @@ from prelay_queue.job import FinishReason, Priority, Sampling
 from prelay_queue.scripts import text
 from prelay_worker.config import NullModel, Role, WorkerConfig
 from prelay_worker.null import null_token
+from tests.bed.bound import bound
 from tests.bed.processes import until
 from tests.bed.servers import Server
 from tests.faults.fleet import NULL, Client, NullFleet, null_fleet, start_exec
@@ -211,7 +212,8 @@ def test_cancels_at_any_moment_leave_no_block_behind(fleet: NullFleet) -> None:
     fleet.until_ready()
     for _ in range(10):
         for client in fleet.submit(4, max_tokens=30):
-            until(lambda c=client: fleet.chance.random() < 0.2 or state_of(fleet, c) == "done", every_s=0.003)
+            is_done = bound(lambda c: state_of(fleet, c) == "done", client)
+            until(bound(lambda over: fleet.chance.random() < 0.2 or over(), is_done), every_s=0.003)
             fleet.queue.run(fleet.queue.scripts.cancel(client.id, client.token))
     (last,) = fleet.submit(1)
     fleet.until_done()

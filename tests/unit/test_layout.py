@@ -19,7 +19,8 @@ def project() -> dict[str, Any]:
 
 
 def source_roots() -> list[str]:
-    return project()["tool"]["hatch"]["build"]["dev-mode-dirs"]
+    roots: list[str] = project()["tool"]["hatch"]["build"]["dev-mode-dirs"]
+    return roots
 
 
 def packages() -> list[Path]:
@@ -68,7 +69,9 @@ def test_every_package_says_that_it_is_typed(package: Path) -> None:
 def test_the_lists_of_packages_agree() -> None:
     names = sorted(path.name for path in packages())
     tools = project()["tool"]
-    assert sorted(tools["mypy"]["packages"]) == names
+    # mypy reads the tests too: a call with an old signature is found before it is made
+    checked = {root.partition("/")[0] for root in source_roots()} | {"tests", "benchmarks", "scripts"}
+    assert set(tools["mypy"]["files"]) == checked
     assert sorted(tools["importlinter"]["root_packages"]) == names
     assert sorted(tools["mypy"]["mypy_path"].split(":")) == sorted(source_roots())
     assert sorted(str(path.parent.relative_to(ROOT)) for path in packages()) == sorted(source_roots())

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prelay.bench import facts, proc
 from prelay.bench.client import Manner
 from prelay.bench.figures import Slo
-from prelay.bench.output import Report, Wanted, deliver, shown
+from prelay.bench.output import Report, Sheet, Wanted, deliver, shown
 from prelay.bench.plot import Panel, draw, scale
 from prelay.bench.serve import Plan
 from prelay.bench.target import about_workers
@@ -125,7 +125,7 @@ def test_every_point_of_a_series_is_in_the_picture_and_inside_its_panel() -> Non
 
 def report() -> Report:
     data = {"facts": facts.gather(), "levels": [1]}
-    sheets = [("", ["level", "figure"], [[1, 1234.5678], [2, None]])]
+    sheets: list[Sheet] = [("", ["level", "figure"], [[1, 1234.5678], [2, None]])]
     return Report("title", data, lambda: sheets, lambda: [Panel("p", "x", "y", [("s", [(1, 2)])])])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ def no_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("PATH", f"{folder}:/bin")
-    monkeypatch.setattr(binaries.shutil, "which", lambda name: str(folder / name) if (folder / name).exists() else None)
+    monkeypatch.setattr(shutil, "which", lambda name: str(folder / name) if (folder / name).exists() else None)
 
 
 @pytest.mark.usefixtures("no_bundle")

@@ -64,7 +64,7 @@ def server() -> Iterator[Fake]:
 
 
 def says(*parts: str) -> tuple[int, bytes]:
-    chunks = [{"choices": [{"delta": {"role": "assistant"}}]}]
+    chunks: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant"}}]}]
     chunks += [{"choices": [{"delta": {"content": part}}]} for part in parts]
     chunks += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}, {"choices": [], "usage": {}}]
     lines = [f": waiting\nid: 1-{n}\ndata: {json.dumps(chunk)}\n\n" for n, chunk in enumerate(chunks)]

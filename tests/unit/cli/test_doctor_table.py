@@ -140,4 +140,4 @@ def test_a_long_list_shows_its_beginning_and_how_much_more_there_is() -> None:
     assert some(["a"]) == "a"
     assert some(list("abc")) == "a, b, c"
     assert some(list("abcde")) == "a, b, c and 2 more"
-    assert State.WARN == "warn"
+    assert str(State.WARN) == "warn"

@@ -156,7 +156,8 @@ async def test_a_signal_reaches_the_worker_and_its_end_says_which(yard: Yard, nu
     yard.open()
     child = await yard.start("wait")
     await yard.lines.wait_for(said("a", "up"))
-    assert child.returncode is None
+    before = child.returncode
+    assert before is None
     child.send(number)
     assert await asyncio.wait_for(child.wait(), 20) == -number
     assert child.returncode == -number

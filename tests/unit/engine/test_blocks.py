@@ -102,7 +102,7 @@ def test_generations_are_raised_in_the_callers_array_before_the_block_is_known()
 
 def test_a_table_of_another_size_or_type_is_refused() -> None:
     with pytest.raises(ValueError, match="uint64"):
-        BlockPool(3, np.zeros(3, dtype=np.int64))  # type: ignore[arg-type]
+        BlockPool(3, np.zeros(3, dtype=np.int64))
     with pytest.raises(ValueError, match="shape"):
         BlockPool(3, np.zeros(4, dtype=np.uint64))
 

@@ -66,7 +66,8 @@ def test_sequences_run_together_as_they_run_alone(tiny_model: LoadModel, expecte
 
 
 def test_sequences_that_come_while_others_decode_change_nothing(tiny_model: LoadModel, expected: Answers) -> None:
-    engine, answers = engine_of(tiny_model, prefill_chunk=7), {}
+    engine = engine_of(tiny_model, prefill_chunk=7)
+    answers: Answers = {}
     for number in range(len(PROMPTS)):
         engine.add(sequence(number))
         for new in engine.step().tokens:
@@ -78,7 +79,7 @@ def test_a_resumed_sequence_goes_on_as_if_it_had_never_stopped(tiny_model: LoadM
     for kept in (1, 5, 11):
         engine = engine_of(tiny_model)
         engine.add(sequence(4, ids=expected["job4@1"][:kept]))
-        tokens = []
+        tokens: list[NewToken] = []
         while engine.has_work:
             tokens += engine.step().tokens
         assert [new.seq for new in tokens] == list(range(kept, 12))
@@ -110,7 +111,8 @@ def test_a_hand_over_gives_the_tokens_of_one_process(tiny_model: LoadModel, expe
 
 def test_evicted_sequences_come_back_to_the_same_answer(tiny_model: LoadModel, expected: Answers) -> None:
     # Room for the longest answer and little more, so that all evict each other many times.
-    engine, answers = engine_of(tiny_model, num_blocks=7), {}
+    engine = engine_of(tiny_model, num_blocks=7)
+    answers: Answers = {}
     waiting = [sequence(number, arrival_ms=number) for number in range(len(PROMPTS))]
     running: dict[str, Sequence] = {}
     evictions = 0
@@ -149,7 +151,8 @@ def test_a_reserved_sequence_takes_its_whole_answer_at_admission_and_is_never_ev
     engine.add(sequence(3, priority=2, arrival_ms=99, reserved=True))  # 29 + 12 tokens: 3 blocks
     assert engine.stats().free == 1
     engine.add(sequence(1, priority=0))  # 13 + 12 tokens: 1 block now, a second later
-    answers, evicted = {}, []
+    answers: Answers = {}
+    evicted: list[str] = []
     while engine.has_work:
         step = engine.step()
         evicted += step.evicted
@@ -202,7 +205,8 @@ def test_a_sequence_ends_by_eos_stop_id_or_length_with_its_last_token(
         settings = {"stop_token_ids": (third,)}
     started = sequence(2)
     started.sampling = dataclasses.replace(started.sampling, **settings)  # type: ignore[arg-type]
-    engine, tokens = engine_of(tiny_model), []
+    engine = engine_of(tiny_model)
+    tokens: list[NewToken] = []
     engine.add(started)
     while engine.has_work:
         tokens += engine.step().tokens
@@ -223,7 +227,8 @@ def test_eos_is_just_a_token_when_it_is_to_be_ignored(
 
 def test_a_sequence_ends_where_the_context_does(tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_model("float32"), "context_len", 20)
-    engine, tokens = engine_of(tiny_model), []
+    engine = engine_of(tiny_model)
+    tokens: list[NewToken] = []
     engine.add(sequence(1, tokens=100))  # 13 in the prompt
     while engine.has_work:
         tokens += engine.step().tokens

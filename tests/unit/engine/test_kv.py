@@ -158,7 +158,12 @@ def test_imports_run_in_another_thread_while_other_sequences_are_written_and_rea
     store.open("here", 128, 128)
     for i in range(10):
         store.open(f"in {i}", 128, 128, BlockState.COPYING)
-    copier = threading.Thread(target=lambda: [store.import_blocks(f"in {i}", blocks, 128) for i in range(10)])
+
+    def bring_in() -> None:
+        for i in range(10):
+            store.import_blocks(f"in {i}", blocks, 128)
+
+    copier = threading.Thread(target=bring_in)
     copier.start()
     for start in range(128):
         write(store, "here", start, 1)

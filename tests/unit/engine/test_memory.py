@@ -33,7 +33,7 @@ def model_of(folder: Path, dtype: torch.dtype) -> int:
         "llama", vocab_size=400, num_hidden_layers=6, max_position_embeddings=128, pad_token_id=0, **sizes
     )
     net = AutoModelForCausalLM.from_config(config).to(dtype)
-    nbytes = sum(weight.nbytes for weight in net.parameters())
+    nbytes: int = sum(weight.nbytes for weight in net.parameters())
     net.save_pretrained(folder, max_shard_size=nbytes // 2 + (8 << 20))
     assert len(list(folder.glob("*.safetensors"))) == 2
     return nbytes

@@ -57,9 +57,12 @@ def test_a_row_of_a_norm_has_the_same_bits_at_any_place_and_thread_count(dtype: 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_norms_with_either_meaning_of_the_weight_are_replaced_and_agree(kind: type, dtype: torch.dtype) -> None:
-    net = nn.Sequential(kind(32)).to(dtype)
-    net[0].weight.copy_(torch.randn(32) * 0.3)
+def test_norms_with_either_meaning_of_the_weight_are_replaced_and_agree(
+    kind: type[LlamaRMSNorm | GemmaRMSNorm], dtype: torch.dtype
+) -> None:
+    theirs = kind(32)
+    theirs.weight.copy_(torch.randn(32) * 0.3)
+    net = nn.Sequential(theirs).to(dtype)
     x = torch.randn(1, 4, 32).to(dtype)
     expected = net(x)
     assert replace_rowwise(net) == 1

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ def settings_of(**values: float) -> Sampling:
     return Sampling(max_tokens=1, **values)  # type: ignore[arg-type]
 
 
-def exact_distribution(row: torch.Tensor, sampling: Sampling) -> np.ndarray:
+def exact_distribution(row: torch.Tensor, sampling: Sampling) -> npt.NDArray[np.float64]:
     """What the sampler should draw from, computed the plain way: sort, cut, normalise."""
     values = row.double().numpy()
     weights = np.exp((values - values.max()) / sampling.temperature)
@@ -35,9 +36,10 @@ def exact_distribution(row: torch.Tensor, sampling: Sampling) -> np.ndarray:
             if held >= sampling.top_p * total:
                 break
         order = kept
-    chances = np.zeros(len(values))
+    chances: npt.NDArray[np.float64] = np.zeros(len(values))
     chances[order] = weights[order]
-    return chances / chances.sum()
+    chances /= chances.sum()
+    return chances
 
 
 def test_temperature_zero_takes_the_best_and_of_equals_the_first() -> None:

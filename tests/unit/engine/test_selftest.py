@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from prelay_engine import attention, experts, linear, loading, masks, rowwise
+from prelay_engine import attention, experts, kernels, linear, loading, masks, rowwise
 from prelay_engine.config import EngineConfig
 from prelay_engine.errors import ModelError
 from prelay_engine.loading import load
@@ -47,7 +49,7 @@ def test_it_finds_an_activation_with_a_remainder_of_its_own(
 def test_it_finds_attention_over_keys_up_to_the_row_instead_of_to_the_end_of_its_block(
     tiny_model: LoadModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = attention.scaled_dot_product_attention
+    real = torch.nn.functional.scaled_dot_product_attention
 
     def trimmed(
         query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attn_mask: torch.Tensor, scale: float
@@ -92,14 +94,14 @@ def test_it_finds_capped_scores_whose_product_has_the_shape_of_the_chunk(
     tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert load(EngineConfig(model=tiny_folder("gemma2", **CAPPED), dtype="float32")).exact
-    real = attention.kernels.capped
+    real = kernels.capped
 
-    def careless(query: torch.Tensor, *given: torch.Tensor | float) -> attention.kernels.Output:
-        out, log_sum = real(query, *given)  # type: ignore[arg-type]
+    def careless(query: torch.Tensor, *given: Any) -> kernels.Output:
+        out, log_sum = real(query, *given)
         empty = (query == 0).all(-1)
         return out * (1 + 1e-6 * empty.sum()), log_sum  # what other rows are there shows in the result
 
-    monkeypatch.setattr(attention.kernels, "capped", careless)
+    monkeypatch.setattr(kernels, "capped", careless)
     model = load(EngineConfig(model=tiny_folder("gemma2", **CAPPED), dtype="float32"))
     assert not model.exact
     assert "attention (window 40, cap 5)" in model.exactness

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,7 @@ def mappings(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def mapped(shm_dir: Path):
+def mapped(shm_dir: Path) -> Callable[[], int]:
     """Call it for the number of mappings of pools that this process has now."""
 
     def count() -> int:

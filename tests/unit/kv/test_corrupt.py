@@ -130,7 +130,7 @@ sizes = st.integers(1, 9) | st.sampled_from([2**20, 2**31, 2**40])
     mapped_before=st.booleans(),
 )
 def test_a_well_formed_reference_to_other_memory_is_refused(
-    pool: ShmPool, importer: Importer, parts: dict[str, Any], shape: dict[str, int], mapped_before: bool
+    pool: ShmPool, importer: Importer, parts: dict[str, Any], shape: dict[str, Any], mapped_before: bool
 ) -> None:
     good = pool.ref([0], [0], tokens=1)
     importer.forget("peer")

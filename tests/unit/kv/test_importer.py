@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_the_copy_sees_the_whole_pool_in_its_shape(
     assert seen == [((8, 2, 2, 2, 4, 8), getattr(torch, dtype), (1,))]
 
 
-def test_a_segment_is_mapped_once(pool: ShmPool, importer: Importer, mapped) -> None:
+def test_a_segment_is_mapped_once(pool: ShmPool, importer: Importer, mapped: Callable[[], int]) -> None:
     before = mapped()
     for block in range(8):
         importer.fetch(a_ref(pool, block), Taken())
@@ -140,7 +141,8 @@ def test_an_importer_that_asks_for_no_numerics_reads_a_peer_of_other_numerics(sh
 def test_a_peer_of_another_layout_or_numerics_is_refused_before_its_memory_is_mapped(
     shm_dir: Path, layout: KvLayout, importer: Importer, field: str
 ) -> None:
-    with closing(ShmPool.create("peer", replace(layout, **{field: "other"}), shm_dir)) as pool:
+    changed: Any = {field: "other"}
+    with closing(ShmPool.create("peer", replace(layout, **changed), shm_dir)) as pool:
         with pytest.raises(LayoutMismatch, match="other") as caught:
             importer.fetch(a_ref(pool, 0), Taken())
         assert f"{caught.value.which}_hash" == field
@@ -164,7 +166,7 @@ def test_a_peer_of_another_layout_or_numerics_is_refused_before_its_memory_is_ma
 )
 @pytest.mark.parametrize("mapped_before", [False, True])
 def test_a_segment_that_says_something_else_is_refused(
-    pool: ShmPool, importer: Importer, field: str, value: object, error: type[Exception], mapped_before: bool
+    pool: ShmPool, importer: Importer, field: str, value: Any, error: type[Exception], mapped_before: bool
 ) -> None:
     ref = a_ref(pool, 0)
     if mapped_before:
@@ -186,7 +188,7 @@ def test_a_layout_of_equal_size_but_other_shape_is_refused(pool: ShmPool, import
         importer.fetch(ref, Taken())
 
 
-def test_forgetting_a_peer_unmaps_it(pool: ShmPool, importer: Importer, mapped) -> None:
+def test_forgetting_a_peer_unmaps_it(pool: ShmPool, importer: Importer, mapped: Callable[[], int]) -> None:
     before = mapped()
     importer.fetch(a_ref(pool, 0), Taken())
     importer.forget("somebody else")
@@ -197,7 +199,9 @@ def test_forgetting_a_peer_unmaps_it(pool: ShmPool, importer: Importer, mapped) 
     assert importer.owners() == frozenset()
 
 
-def test_a_closed_owner_s_memory_is_given_back_when_it_is_forgotten(pool: ShmPool, importer: Importer, mapped) -> None:
+def test_a_closed_owner_s_memory_is_given_back_when_it_is_forgotten(
+    pool: ShmPool, importer: Importer, mapped: Callable[[], int]
+) -> None:
     ref = a_ref(pool, 4)
     importer.fetch(ref, Taken())
     pool.close()
@@ -213,7 +217,7 @@ def test_a_closed_owner_s_memory_is_given_back_when_it_is_forgotten(pool: ShmPoo
 
 
 def test_a_peer_forgotten_during_a_copy_stays_mapped_until_the_copy_has_ended(
-    pool: ShmPool, importer: Importer, mapped
+    pool: ShmPool, importer: Importer, mapped: Callable[[], int]
 ) -> None:
     copying, forgotten = threading.Event(), threading.Event()
     taken = Taken()
@@ -236,7 +240,9 @@ def test_a_peer_forgotten_during_a_copy_stays_mapped_until_the_copy_has_ended(
     assert mapped() == before
 
 
-def test_two_copies_on_a_forgotten_peer_unmap_it_with_the_second(pool: ShmPool, importer: Importer, mapped) -> None:
+def test_two_copies_on_a_forgotten_peer_unmap_it_with_the_second(
+    pool: ShmPool, importer: Importer, mapped: Callable[[], int]
+) -> None:
     both, ends = threading.Barrier(3), [threading.Event(), threading.Event()]
     before = mapped()
 
@@ -258,7 +264,9 @@ def test_two_copies_on_a_forgotten_peer_unmap_it_with_the_second(pool: ShmPool, 
             assert mapped() == before + left
 
 
-def test_a_copy_s_own_error_comes_out_and_leaves_no_use_counted(pool: ShmPool, importer: Importer, mapped) -> None:
+def test_a_copy_s_own_error_comes_out_and_leaves_no_use_counted(
+    pool: ShmPool, importer: Importer, mapped: Callable[[], int]
+) -> None:
     def fails(*_: object) -> None:
         raise ZeroDivisionError("engine")
 
@@ -285,7 +293,7 @@ def test_a_closed_importer_takes_nothing_more(pool: ShmPool, importer: Importer)
 
 
 def test_fetches_and_forgets_from_many_threads_keep_the_bytes_right_and_leak_nothing(
-    shm_dir: Path, layout: KvLayout, importer: Importer, mapped
+    shm_dir: Path, layout: KvLayout, importer: Importer, mapped: Callable[[], int]
 ) -> None:
     pools = [ShmPool.create(f"peer {number}", layout, shm_dir) for number in range(3)]
     for number, pool in enumerate(pools):

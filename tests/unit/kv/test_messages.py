@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -59,7 +60,7 @@ def test_a_block_is_counted_with_its_keys_and_values_of_all_layers(layout: KvLay
         ("num_blocks", 2**48),  # allowed alone, but not as 2**58 bytes and more
     ],
 )
-def test_a_layout_that_cannot_be_is_refused_with_the_field_named(layout: KvLayout, field: str, value: object) -> None:
+def test_a_layout_that_cannot_be_is_refused_with_the_field_named(layout: KvLayout, field: str, value: Any) -> None:
     layout = replace(layout, head_dim=2**12)
     name = "nbytes" if value == 2**48 else field
     with pytest.raises(ValueError, match=name):
@@ -74,8 +75,11 @@ def test_a_reference_survives_its_encoding(layout: KvLayout) -> None:
     orjson.loads(ref.encode())
 
 
+whole = st.integers(1, 64)
+
+
 @given(
-    sizes=st.tuples(*[st.integers(1, 64)] * 5),
+    sizes=st.tuples(whole, whole, whole, whole, whole),
     dtype=st.sampled_from(sorted(ITEM_BYTES)),
     picks=st.lists(
         st.tuples(st.integers(0, 63), st.integers(0, 2**64 - 1)), min_size=1, unique_by=lambda pick: pick[0]
@@ -83,12 +87,13 @@ def test_a_reference_survives_its_encoding(layout: KvLayout) -> None:
     owner=st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=256),
 )
 def test_every_valid_reference_survives_its_encoding(
-    sizes: tuple[int, ...], dtype: str, picks: list[tuple[int, int]], owner: str
+    sizes: tuple[int, int, int, int, int], dtype: str, picks: list[tuple[int, int]], owner: str
 ) -> None:
-    layout = KvLayout(64, *sizes[1:], dtype=dtype, layout_hash="1a2b", numerics_hash="3c4d")
+    tokens, layers, kv_heads, block_size, head_dim = sizes
+    layout = KvLayout(64, layers, kv_heads, block_size, head_dim, dtype, layout_hash="1a2b", numerics_hash="3c4d")
     segment = replace(make_segment(layout), owner=owner)
     blocks, generations = zip(*picks, strict=True)
-    ref = KvRef(segment, blocks, generations, min(sizes[0], len(blocks) * layout.block_size), layout)
+    ref = KvRef(segment, blocks, generations, min(tokens, len(blocks) * layout.block_size), layout)
     assert KvRef.decode(ref.encode()) == ref
 
 

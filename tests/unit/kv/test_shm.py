@@ -6,7 +6,7 @@ import fcntl
 import os
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -111,7 +111,9 @@ def test_closing_twice_is_closing_once(shm_dir: Path, layout: KvLayout) -> None:
     assert list(shm_dir.iterdir()) == []
 
 
-def test_a_view_that_is_still_held_outlives_the_close(shm_dir: Path, layout: KvLayout, mapped) -> None:
+def test_a_view_that_is_still_held_outlives_the_close(
+    shm_dir: Path, layout: KvLayout, mapped: Callable[[], int]
+) -> None:
     pool = ShmPool.create("w", layout, shm_dir)
     held = pool.tensor[2]
     pool.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from prelay_queue.errors import QueueUnavailable
 from prelay_queue.keys import Keys
 from prelay_queue.scripts import Call, Reaped, Scripts
 from prelay_queue.settings import QueueSettings, QueueTimes
-from prelay_worker import lease as module
 from prelay_worker.config import Role
 from prelay_worker.lease import LeaseKeeper
 from prelay_worker.messages import Message, Release, Stop
@@ -40,13 +40,14 @@ class FakeQueue:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 
 @pytest.fixture
 def kept(clock: list[float]) -> tuple[LeaseKeeper, FakeQueue, list[Message]]:
-    queue, said = FakeQueue(), []
+    queue = FakeQueue()
+    said: list[Message] = []
     transport = make_worker(Role.PREFILL)[0].backend.transport
     return LeaseKeeper(queue, "me", transport, said.append), queue, said  # type: ignore[arg-type]
 

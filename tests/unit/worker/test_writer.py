@@ -37,7 +37,14 @@ class FakeQueue:
             if isinstance(answer, Exception):
                 raise answer
             return list(answer)
-        return [[Emitted("ok", 0)] * len(orjson.loads(call.args[1])) if call.name == "emit" else "ok" for call in calls]
+        return [[Emitted("ok", 0)] * emissions(call) if call.name == "emit" else "ok" for call in calls]
+
+
+def emissions(call: Call[Any]) -> int:
+    """How many emissions the call carries."""
+    payload = call.args[1]
+    assert isinstance(payload, bytes)
+    return len(orjson.loads(payload))
 
 
 class StopAt:
