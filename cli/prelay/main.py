@@ -14,7 +14,7 @@ from . import __version__
 from .bench.commands import bench_app
 from .errors import CliError
 from .examples import examples
-from .options import API, DECODE, PREFILL, SERVE, takes
+from .options import API, DECODE, PREFILL, SERVE, UNIFIED, takes
 
 Given = dict[str, Any]
 
@@ -97,7 +97,7 @@ def decode(given: Given, config: str | None) -> int:
 
 
 @app.command(epilog=examples("prelay unified --redis-url redis://queue:6379/0 --model ./my-model"))
-@takes(*DECODE)
+@takes(*UNIFIED)
 def unified(given: Given, config: str | None) -> int:
     """Run one worker that does prefill and decode in one process."""
     return _worker("unified", given, config)

@@ -93,6 +93,10 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("max_preemptions", "N", "After so many preempts a job is not preempted again.", "3", _WORKERS),
         Option(
+            "local_prefill_tokens", "N", "A decode worker with room takes prompts of up to so many tokens itself while"
+            " the prefill workers are busy. 0: none.", "0", _WORKERS,
+        ),
+        Option(
             "patience_s", "SECONDS", "A job that waits for room in a worker is passed by more urgent ones; each time it"
             " has waited so long, it counts one class higher.", "30", _WORKERS,
         ),
@@ -127,7 +131,8 @@ _RUN = (
 _COMMON = ("redis_url", "model", "log_level")
 API = (*_COMMON, "served_model_name", "host", "port", "keep", "shutdown_grace_s")
 PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
-DECODE = (*_COMMON, "kv_blocks", *_RUN)
+DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", *_RUN)
+UNIFIED = (*_COMMON, "kv_blocks", *_RUN)
 SERVE = tuple(OPTIONS)
 
 _CONFIG = inspect.Parameter(

@@ -72,6 +72,7 @@ def run_worker(role: str, settings: Settings) -> int:
         threads=mine.threads,
         max_preemptions=settings.max_preemptions,
         prefix_cache=settings.prefix_cache == "on",
+        local_prefill_tokens=settings.local_prefill_tokens,
         patience_s=settings.patience_s,
         null=null if settings.null_model else None,
     )

@@ -73,6 +73,7 @@ class Settings(BaseSettings):
     max_running: Annotated[int, Field(ge=1, le=4096)] = 64
     prefill_chunk: Annotated[int, Field(ge=1, le=1 << 20)] = 256
     prefix_cache: Literal["on", "off"] = "on"
+    local_prefill_tokens: Annotated[int, Field(ge=0, le=2**20)] = 0
     max_preemptions: Annotated[int, Field(ge=0, le=1000)] = 3
     patience_s: Annotated[float, Field(gt=0, le=86_400)] = 30
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None

@@ -24,6 +24,9 @@ from .policy import CLASSES, starts_at
 
 log = logging.getLogger("prelay.claim")
 
+#: Entries at the front of a prefill stream among which a decode worker looks for a short one.
+LOOK_AHEAD = 8
+
 #: While only the upper classes may be claimed, their streams are looked at this often. They are not waited for in a
 #: blocking read: a worker with room, which does wait, is to have such a job first.
 LOOK_S = 0.05
@@ -40,10 +43,14 @@ class Claimer:
         admission: Admission,
         leases: LeaseKeeper,
         post: Callable[[Message], None],
+        short_tokens: int = 0,
     ) -> None:
+        """`short_tokens`: with room to spare, also take prefills of up to so many tokens that nobody has taken."""
         self._queue = queue
         self._worker = worker
         self._streams = queue.keys.work(stage)
+        self._short_tokens = short_tokens
+        self._prefills = queue.keys.work("prefill")
         self._admission = admission
         self._leases = leases
         self._post = post
@@ -91,7 +98,7 @@ class Claimer:
                     self._stopping.wait(0.5)
 
     def _turn_once(self, classes: int) -> None:
-        """1 what an error left open, 2 others' abandoned entries, 3 new ones in order, 4 block.
+        """1 what an error left open, 2 others' abandoned entries, 3 new ones in order, 4 short prefills, 5 block.
 
         While only the upper `classes` may be claimed, none of it looks at the others, but what an error left open.
         """
@@ -102,10 +109,26 @@ class Claimer:
         for stream in self._filled(self._order(classes)):
             if self._take(self._read([stream], ">", None)):
                 return
+        if self._short_tokens and self._take_short(classes):
+            return
         if classes < CLASSES:
             self._admission.wait_wider(classes, LOOK_S)
         else:
-            self._take(self._read(list(self._streams), ">", 1000))
+            block_ms = int(LOOK_S * 1000) if self._short_tokens else 1000
+            self._take(self._read(list(self._streams), ">", block_ms))
+
+    def _take_short(self, classes: int) -> bool:
+        """Claim the first short prefill that waits, if one does.
+
+        The entry is not delivered to us, only looked at: an idle prefill worker, which waits in a blocking read, has
+        had its chance. Whoever is handed it at this moment finds its own claim stale, as after any late delivery.
+        """
+        for stream in self._filled(self._prefills[: 2 * classes]):
+            for entry, fields in self._queue.redis.xrange(stream, count=LOOK_AHEAD):
+                short = int(fields.get(b"tok", self._short_tokens + 1)) <= self._short_tokens
+                if short and self._claim(stream, text(entry), text(fields[b"id"])):
+                    return True
+        return False
 
     def _recover(self) -> None:
         """At the start and after an error: the claim that got no answer, our pending entries, dead consumers."""
@@ -166,8 +189,11 @@ class Claimer:
             return
         self._claim(stream, entry, text(job))
 
-    def _claim(self, stream: str, entry: str, job: str) -> None:
-        """Claim and tell the model loop. A claim that gets no answer may be ours: it is repeated by `_recover`."""
+    def _claim(self, stream: str, entry: str, job: str) -> bool:
+        """Claim and tell the model loop; whether the job is ours.
+
+        A claim that gets no answer may be ours: it is repeated by `_recover`.
+        """
         self._asked = (stream, entry, job)
         lease_ms = self._queue.settings.times.lease_ms
         try:
@@ -183,8 +209,9 @@ class Claimer:
             log.warning("job %s speaks a newer protocol than this worker's %d: left alone", job, PROTOCOL_VERSION)
             self._stopping.wait(0.2)  # a newer worker takes it meanwhile
         if claim is None:
-            return
+            return False
         self._leases.hold(claim.id, claim.epoch)
         tokens = len(claim.spec.prompt_ids) + len(claim.ids)
         self._admission.charge(key_of(claim.id, claim.epoch), tokens, claim.alone)
         self._post(Claimed(claim))
+        return True

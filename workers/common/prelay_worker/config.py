@@ -48,6 +48,8 @@ class WorkerConfig:
     threads: int = 1
     max_preemptions: int = 3
     prefix_cache: bool = True
+    #: A decode worker takes prefills of up to so many tokens itself, which no prefill worker has taken; 0: none.
+    local_prefill_tokens: int = 0
     #: A job that waits for room counts one class higher each time after so long, seconds.
     patience_s: float = 30.0
     null: NullModel | None = None

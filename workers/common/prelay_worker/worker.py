@@ -76,13 +76,19 @@ class Worker(ABC):
         self.leases = LeaseKeeper(self.queue, self.id, backend.transport, self._inbox.put)
         self.writer = Writer(self.queue, self.id, backend.transport.domain, self._hear_writer)
         self._control = Control(self.queue, self.id, self._inbox.put)
-        self._claimer = Claimer(self.queue, self.id, self.stage(), self._admission, self.leases, self._inbox.put)
+        self._claimer = Claimer(
+            self.queue, self.id, self.stage(), self._admission, self.leases, self._inbox.put, self.short_tokens()
+        )
 
     # What a role decides.
 
     @abstractmethod
     def stage(self) -> str:
         """Return the stage whose work streams this worker serves: "prefill" or "decode:<domain>"."""
+
+    def short_tokens(self) -> int:
+        """Return up to how many tokens of a prefill are taken beside the stage's own work."""
+        return 0
 
     @abstractmethod
     def admit(self, claim: Claim, sequence: Sequence) -> None:

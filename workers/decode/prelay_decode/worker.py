@@ -1,7 +1,8 @@
 """The decode worker: copies the KV of a staged job and turns it into tokens.
 
-It never runs a prompt through the model. The copy has threads of its own and does not stall the running batch; a job
-joins at the step after its copy is complete, checked and adopted.
+It never runs a prompt through the model, unless it is told to take short ones (`local_prefill_tokens`): those it begins
+itself when no prefill worker has, like a unified worker. The copy has threads of its own and does not stall the running
+batch; a job joins at the step after its copy is complete, checked and adopted.
 """
 
 from __future__ import annotations
@@ -35,10 +36,18 @@ class DecodeWorker(Worker):
     def stage(self) -> str:
         return f"decode:{self.backend.transport.domain}"
 
+    def short_tokens(self) -> int:
+        return self.config.local_prefill_tokens
+
     def tokens_needed(self, claim: Claim) -> int:
-        return len(claim.spec.prompt_ids) + len(claim.ids)
+        # A local prefill has one more: its first decode step must not evict what was just admitted.
+        return len(claim.spec.prompt_ids) + len(claim.ids) + (not claim.kv)
 
     def admit(self, claim: Claim, sequence: Sequence) -> None:
+        if not claim.kv:
+            self._put([Adopt(claim.id, claim.epoch)])
+            self.engine.add(sequence)
+            return
         self.attempts[sequence.key].moving = True
         self.engine.receive(sequence)
         self._copiers.submit(self._copy, claim)
