@@ -66,14 +66,45 @@ def test_decode_runs_one_position_a_token_and_never_the_prompt(plain: Serving) -
 
     plain.until_drained()
     before = {role: computed(role) for role in ("prefill", "decode")}
-    usage = stream(plain.url, {**STORY, "prompt": "A long prompt. " * 20}).usage
+    answer = stream(plain.url, {**STORY, "prompt": "A long prompt. " * 20})
+    usage = answer.usage
     assert usage is not None
     # The first token comes from prefill; each further one is one position on decode, and the last is never fed.
     decoded = usage["completion_tokens"] - 1
 
     plain.until_drained()
     assert computed("decode") - before["decode"] == decoded
-    assert computed("prefill") - before["prefill"] == usage["prompt_tokens"]
+    assert computed("prefill") - before["prefill"] == usage["prompt_tokens"] - answer.cached
+
+
+def test_of_a_chat_that_begins_like_another_only_the_rest_is_computed(plain: Serving) -> None:
+    """By whole blocks of 16 tokens, and never all of it."""
+
+    def chat(question: str) -> dict[str, object]:
+        rules = {"role": "system", "content": "You are the keeper of a lighthouse. Answer in one sentence. " * 4}
+        return {**CHAT, "messages": [rules, {"role": "user", "content": question}]}
+
+    plain.until_drained()
+    first = stream(plain.url, chat("What do you see at night?"))
+    plain.until_drained()
+    before = plain.heard_anew("prefill")
+    second = stream(plain.url, chat("Who brings the oil?"))
+    plain.until_drained()
+    after = plain.heard_anew("prefill")
+
+    assert first.usage is not None
+    assert second.usage is not None
+    prompt = second.usage["prompt_tokens"]
+    assert 40 < second.cached < prompt
+    assert second.cached % 16 == 0
+    assert after["computed_tokens"] - before["computed_tokens"] == prompt - second.cached
+    assert after["prefix_hits"] - before["prefix_hits"] == second.cached
+    assert after["prefix_queries"] - before["prefix_queries"] == prompt
+    assert after["kv"]["cached"] >= second.cached // 16
+
+    again = stream(plain.url, chat("Who brings the oil?"))
+    assert second.cached < again.cached < prompt
+    assert (again.text, again.usage) == (second.text, second.usage)
 
 
 def test_kv_reaches_decode_only_through_the_mapped_segment(plain: Serving) -> None:
@@ -85,7 +116,9 @@ def test_kv_reaches_decode_only_through_the_mapped_segment(plain: Serving) -> No
     assert all(line.split()[1].startswith("r--") for line in mapped), mapped
 
     # Spoil the keys in the segment while the job is staged: what decode says must change, and only after seq 0.
+    # It is put back after: prompts that begin alike would find it.
     segment = Path(mapped[0].split()[-1])
+    saved: dict[int, bytes] = {}
     os.kill(decode, signal.SIGSTOP)
     try:
         spoiled = False
@@ -93,13 +126,14 @@ def test_kv_reaches_decode_only_through_the_mapped_segment(plain: Serving) -> No
         def spoil(_: object) -> None:
             nonlocal spoiled
             if not spoiled:
-                _zero_blocks(segment)
+                saved.update(_zero_blocks(segment))
                 spoiled = True
                 os.kill(decode, signal.SIGCONT)
 
         answer = stream(plain.url, body, spoil)
     finally:
         os.kill(decode, signal.SIGCONT)
+        _write(segment, saved)
     assert spoiled
     answer.check()
     assert answer.text != undisturbed.text
@@ -107,12 +141,25 @@ def test_kv_reaches_decode_only_through_the_mapped_segment(plain: Serving) -> No
     assert stream(plain.url, body).text == undisturbed.text
 
 
-def _zero_blocks(segment: Path) -> None:
-    """Overwrite nearly all keys and values; the header and the generation table, in the first pages, stay."""
-    first = 1 << 16
+def _zero_blocks(segment: Path) -> dict[int, bytes]:
+    """Overwrite all keys and values, and return them by their places in the file; its first pages stay: the header
+    and the generation table."""
+    saved, offset, size = {}, 1 << 16, 1 << 20
+    with segment.open("rb") as file:
+        file.seek(offset)
+        while piece := file.read(size):
+            if piece.count(0) < len(piece):
+                saved[offset] = piece
+            offset += len(piece)
+    _write(segment, {place: bytes(len(piece)) for place, piece in saved.items()})
+    return saved
+
+
+def _write(segment: Path, pieces: dict[int, bytes]) -> None:
     with segment.open("r+b") as file:
-        file.seek(first)
-        file.write(bytes(segment.stat().st_size - first))
+        for place, piece in pieces.items():
+            file.seek(place)
+            file.write(piece)
 
 
 def test_pools_are_empty_when_nothing_runs(plain: Serving) -> None:

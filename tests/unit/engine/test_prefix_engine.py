@@ -111,7 +111,8 @@ def test_a_hit_that_ends_at_any_block_changes_no_bit(
     chunk: int, dtype: str, tiny_model: LoadModel, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits are compared, not only tokens: of all logits that the engine samples from."""
-    model, rows = tiny_model(dtype), []
+    model = tiny_model(dtype)
+    rows: list[torch.Tensor] = []
     assert model.exact, model.exactness
     real = model.forward
 
