@@ -14,12 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from prelay_engine.config import EngineConfig
 from prelay_engine.errors import EngineError
 
 
 def main(raw: str) -> int:
     task = json.loads(raw)
+    torch.set_num_interop_threads(1)  # as workers have it
     try:
         _TASKS[task.pop("task")](**task)
     except EngineError as error:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 #: DistServe's: the share of requests that must meet all targets.
 ATTAINMENT = 0.9
-#: The search goes no further from where it began than by this factor, either way.
-_REACH = 1024
+#: The search goes no further up, or down, from where it began than by these factors.
+_UP, _DOWN = 1024, 64
 
 
 @dataclass
@@ -30,9 +30,9 @@ class Search:
     @property
     def done(self) -> bool:
         if math.isinf(self.high):
-            return self.low >= self._begin * _REACH
+            return self.low >= self._begin * _UP
         if not self.low:
-            return self.high <= self._begin / _REACH
+            return self.high <= self._begin / _DOWN
         return self.high <= self.low * (1 + self.tolerance)
 
     @property

@@ -79,7 +79,8 @@ def note_of(facts: dict[str, Any]) -> str:
 def _show(report: Report) -> None:
     """Print tables that are as wide as they must be: a figure that is cut off, or broken in two, is none."""
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 200)
-    console.print(Text(report.title, style="bold"))
+    interrupted = " (interrupted: what was measured until then)" if report.data.get("interrupted") else ""
+    console.print(Text(report.title + interrupted, style="bold"))
     console.print(Text(note_of(report.data["facts"]), style="dim"))
     for title, headings, rows in report.sheets():
         table = Table(title=title or None, title_justify="left", box=box.SIMPLE, pad_edge=False)

@@ -55,6 +55,7 @@ def run(plan: Plan, wanted: Wanted, notes: Sequence[str]) -> int:
         print(f"prelay: {warning}", file=sys.stderr)
     levels: list[dict[str, Any]] = []
     about: dict[str, Any] = {"model": "null"}
+    interrupted = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both leave in order
     try:
         with progress() as tell:
@@ -64,12 +65,13 @@ def run(plan: Plan, wanted: Wanted, notes: Sequence[str]) -> int:
                 for streams in plan.streams:
                     levels.append(_Level(plan, rig, streams, tell).measure())  # noqa: PERF401 - kept when interrupted
     except KeyboardInterrupt:
-        about["interrupted"] = True
+        interrupted = True
     facts.finish(found)
-    data = {"bench": "pipeline", "facts": found, "server": about, "settings": plan.words, "levels": levels}
+    data: dict[str, Any] = {"bench": "pipeline", "facts": found, "server": about, "settings": plan.words}
+    data |= {"levels": levels, "interrupted": interrupted}
     title = f"prelay bench pipeline: null model, {about.get('mode')}, {about.get('queue_server')}"
     deliver(Report(title, data, lambda: list(_sheets(data)), lambda: _panels(data)), wanted)
-    return 130 if about.get("interrupted") else 0
+    return 130 if interrupted else 0
 
 
 def _about(rig: Rig) -> dict[str, Any]:

@@ -53,7 +53,6 @@ Tell = Callable[[str, float, float], None]
 
 def measure_load(config: EngineConfig, *, cold: bool = False) -> tuple[Model, dict[str, Any]]:
     """Load a model and say what that took: seconds and bytes. `cold`: its files are not in the page cache before."""
-    torch.set_num_interop_threads(1)
     if cold:
         _out_of_cache(config.model)
     proc.forget_peak()

@@ -27,9 +27,9 @@ from .workload import Workload
 
 #: Requests of a level, at least, and per request at a time, where nobody says how many.
 FEWEST, PER_LANE = 32, 4
-#: How long each rate is tried when a goodput is looked for and nobody says how long, seconds; longer where fewer than
-#: FEWEST requests would come of it.
-PROBE_S = 60.0
+#: How long each rate is tried when a goodput is looked for and nobody says how long, seconds; longer where this
+#: number of requests takes longer.
+PROBE_S, PROBE_FEWEST = 60.0, 20
 #: Keys of the generators, so that arrivals do not follow from what the prompts are made of.
 _ARRIVALS = 1
 
@@ -158,7 +158,7 @@ class _Session:
         rng = np.random.default_rng([self.plan.seed, number, _ARRIVALS])
         count, duration_s = self.plan.count, self.plan.duration_s
         if count is None and self.plan.find_goodput:
-            duration_s = max(duration_s or PROBE_S, FEWEST / rate)
+            duration_s = max(duration_s or PROBE_S, PROBE_FEWEST / rate)
         elif count is None and duration_s is None:
             count = FEWEST
         return arrivals(rate, self.plan.burstiness, rng, count=count, duration_s=duration_s)
@@ -175,7 +175,8 @@ class _Session:
 
     def results(self) -> dict[str, Any]:
         levels = [self._result(value, level) for value, level in self.levels]
-        found: dict[str, Any] = {"levels": levels, "interrupted": self.interrupted}
+        loop = "closed" if self.plan.concurrency else "open"
+        found: dict[str, Any] = {"loop": loop, "levels": levels, "interrupted": self.interrupted}
         if self.search is not None:
             found["goodput"] = {
                 "requests_per_s": round(self.search.low, 4),
@@ -201,7 +202,7 @@ def _report(data: dict[str, Any], session: _Session) -> Report:
 
 
 def _sheets(data: dict[str, Any]) -> Iterator[Sheet]:
-    key = "concurrency" if data["levels"] and "concurrency" in data["levels"][0] else "rate"
+    key = "concurrency" if data["loop"] == "closed" else "rate"
     has_slo = any("attainment" in level for level in data["levels"])
     headings = [key, "ok", "failed", "req/s", "tok/s in", "tok/s out", *(["met"] if has_slo else [])]
     rows, latencies, failures = [], [], []
@@ -230,7 +231,7 @@ def _panels(data: dict[str, Any], session: _Session) -> list[Panel]:
     """Percentiles over the levels; of a single level how its requests are spread."""
     if len(data["levels"]) == 1:
         return _spreads(session.levels[0][1])
-    closed = "concurrency" in data["levels"][0] if data["levels"] else True
+    closed = data["loop"] == "closed"
     key, x = ("concurrency", "requests at a time") if closed else ("rate", "requests a second")
     levels = sorted(data["levels"], key=lambda level: float(level[key]))
 

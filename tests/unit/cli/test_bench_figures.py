@@ -95,7 +95,7 @@ def test_the_search_doubles_and_then_halves_what_lies_between() -> None:
     assert rates[:3] == [1, 0.5, 0.25]
 
 
-@given(st.floats(0.02, 500), st.floats(0.5, 20))
+@given(st.floats(0.5, 500), st.floats(0.5, 20))
 def test_the_goodput_is_the_highest_rate_met_and_one_close_above_it_was_too_much(limit: float, begin: float) -> None:
     search, rates = tried(limit, begin)
     assert search.bounded
