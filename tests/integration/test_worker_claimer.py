@@ -35,6 +35,7 @@ class Claiming:
         self.queue = SyncQueue(self.desk.settings)
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.admission = Admission(4)
+        self.opening = Opening(room=3)
         transport = make_worker(Role.PREFILL)[0].backend.transport
         self.leases = LeaseKeeper(self.queue, ME, transport, self.inbox.put)
         self.claimer = Claimer(self.queue, ME, "prefill", self.admission, self.leases, self.inbox.put)
@@ -42,13 +43,13 @@ class Claiming:
 
     def open(self, slots: int = 1) -> None:
         """The model loop has turned: there is room, and it has what was claimed before."""
-        self.admission.publish(10_000, slots, Opening(room=3))
+        self.admission.publish(10_000, slots, self.opening)
 
-    def next(self) -> Claim:
+    def next(self, slots: int = 1) -> Claim:
         """The next job, whenever it comes; the loop goes on turning, with room for one at a time."""
 
         def claimed() -> Claim | None:
-            self.open()
+            self.open(slots)
             try:
                 message = self.inbox.get(timeout=0.02)
             except queue.Empty:
@@ -181,6 +182,31 @@ def test_higher_classes_come_first_and_the_lower_ones_do_not_starve(claiming: Cl
     assert order[:5].count("interactive") >= 3
     assert order.count("normal") >= 2
     assert order.count("batch") >= 1
+
+
+def test_where_there_is_no_room_a_job_is_claimed_only_of_the_classes_for_which_some_would_be_made(
+    claiming: Claiming,
+) -> None:
+    desk = claiming.desk
+    claiming.opening = Opening(room=3, full=2)
+    desk.submit(new_job("low/0", priority=Priority.BATCH), new_job("high/0", priority=Priority.INTERACTIVE))
+    assert claiming.next(slots=0).id == "high/0"
+    desk.submit(new_job("middle/0"))
+    assert claiming.next(slots=0).id == "middle/0"
+    assert desk.fields("low/0")["st"] == "queued"
+    assert claiming.next(slots=1).id == "low/0"
+
+
+def test_an_urgent_entry_that_a_dead_worker_took_along_is_found_by_one_without_room(claiming: Claiming) -> None:
+    desk = claiming.desk
+    claiming.opening = Opening(room=3, full=2)
+    desk.submit(new_job("low/0", priority=Priority.BATCH))
+    desk.deliver("dead")
+    desk.submit(new_job("high/0", priority=Priority.INTERACTIVE))
+    desk.deliver("dead")
+    assert claiming.next(slots=0).id == "high/0"
+    assert desk.fields("low/0")["st"] == "queued"
+    assert claiming.next(slots=1).id == "low/0"
 
 
 def test_a_restarted_job_comes_before_the_new_ones_of_its_class(claiming: Claiming) -> None:

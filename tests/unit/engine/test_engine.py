@@ -144,6 +144,23 @@ def test_room_leaves_running_sequences_a_block_to_grow_into_but_add_does_not(tin
     assert engine.stats().free == 0
 
 
+def test_what_a_sequence_gives_is_what_the_others_may_have_more_when_it_goes(tiny_model: LoadModel) -> None:
+    model = tiny_model("float32")
+    engine = engine_of(tiny_model, paged(model))
+    for number, settings in enumerate(({}, {"reserved": True}, {"hand_over": True})):
+        engine.add(sequence(number, **settings))
+    while not engine.held:
+        engine.step()
+    engine.receive(sequence(3, ids=[5]))
+    for key in ("job0@1", "job1@1", "job2@1", "job3@1"):
+        spare, gives = engine.spare, engine.gives(key)
+        assert gives > 0
+        engine.release(key) if key == "job2@1" else engine.drop(key)
+        engine.copied(key)
+        assert engine.spare == spare + gives
+    assert engine.spare == 64
+
+
 def test_a_reserved_sequence_takes_its_whole_answer_at_admission_and_is_never_evicted(
     tiny_model: LoadModel, expected: Answers
 ) -> None:

@@ -65,7 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.running)))
-        before = self.engine.stats().free
+        before, gives = self.engine.stats().free, self.engine.gives(key)
         assert self.engine.drop(key)
         del self.running[key]
         if key in self.copying:
@@ -73,7 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.dropped.append(key)
             assert self.engine.stats().free == before
         else:
-            assert self.engine.stats().free > before
+            assert self.engine.spare == before + gives > before
         if key in self.held:
             self.held.remove(key)
 
