@@ -220,7 +220,7 @@ class Scripts:
         return self._call("emit", lambda raw: [Emitted(text(c), int(n)) for c, n in raw], owner, payload)
 
     def preempt(self, job: str, epoch: int, owner: str, reason: str) -> Call[str]:
-        """Give the attempt up (its KV is freed already): ok | fenced | done | gone | illegal."""
+        """Give the attempt up (its KV is free; a staged job's will be, on ok): ok | fenced | done | gone | illegal."""
         return self._call("preempt", text, job, epoch, owner, reason)
 
     def requeue(self, job: str, epoch: int, resume: int, token: str = "") -> Call[Requeued]:

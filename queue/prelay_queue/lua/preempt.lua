@@ -1,4 +1,5 @@
--- preempt(id, ep, owner, reason): the owner has freed the job's KV and gives the attempt up. A reason that begins with
+-- preempt(id, ep, owner, reason): the owner gives the attempt up. It has freed the job's KV, or, of a staged job, frees it
+-- if this says ok: else somebody may be reading it. A reason that begins with
 -- `hand-over` is counted by itself, until one succeeds.
 -- Answers ok | fenced | done | gone | illegal.
 local id, ep, ow, reason = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]

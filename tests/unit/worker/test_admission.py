@@ -75,6 +75,16 @@ def test_what_is_claimed_but_not_admitted_yet_counts() -> None:
     assert admission.wait_open(0)
 
 
+def test_what_the_loop_has_counts_until_it_says_what_is_left() -> None:
+    admission = Admission(BLOCK)
+    admission.publish(99, 1, OPEN)
+    admission.charge("a", 1, alone=False)
+    admission.settle("a")
+    assert not admission.wait_open(0), "the one slot is taken, and that is not published yet"
+    admission.publish(98, 1, OPEN)
+    assert admission.wait_open(0)
+
+
 def test_slots_are_not_claimed_twice() -> None:
     admission = Admission(BLOCK)
     admission.publish(99, 2, OPEN)

@@ -26,6 +26,7 @@ class Admission:
         self._blocks = 0
         self._slots = 0
         self._inflight: dict[str, int] = {}
+        self._settled: set[str] = set()
         self._opening = Opening()
         self._published = 0.0  # monotonic seconds
 
@@ -37,6 +38,9 @@ class Admission:
         """The model loop's view: free blocks and slots, and which classes it would take more jobs of."""
         with self._changed:
             self._blocks, self._slots, self._opening = blocks, slots, opening
+            for key in self._settled:
+                self._inflight.pop(key, None)
+            self._settled.clear()
             self._published = time.monotonic()
             self._changed.notify_all()
 
@@ -62,9 +66,9 @@ class Admission:
                 self._opening = Opening()
 
     def settle(self, key: str) -> None:
-        """The model loop has the job now."""
+        """The model loop has the job now; what it publishes next is less by that, or says that it waits."""
         with self._changed:
-            self._inflight.pop(key, None)
+            self._settled.add(key)
 
     def _classes(self) -> int:
         if time.monotonic() - self._published > STEP_S:
