@@ -79,9 +79,18 @@ def test_the_timer_stands_around_the_engine_s_own_sampler_and_goes_away(
         seen.append((len(draws), {draw.sampling.temperature for draw in draws}))
         return plain(logits, draws)
 
+    reported: list[int] = []
+    plain_logprobs = vars(engine_module)["logprobs_of"]
+
+    def spy_logprobs(row: Any, token: int, count: int) -> Any:
+        reported.append(count)
+        return plain_logprobs(row, token, count)
+
     monkeypatch.setitem(vars(engine_module), "sample", spy)
+    monkeypatch.setitem(vars(engine_module), "logprobs_of", spy_logprobs)
     loop.decode(3, 10, 2, lambda _: None)
-    assert vars(engine_module)["sample"] is spy
+    assert (vars(engine_module)["sample"], vars(engine_module)["logprobs_of"]) == (spy, spy_logprobs)
+    assert reported == [5] * 18  # of one step in three
     assert [count for count, _ in seen[-18:]] == [3] * 18
     assert [kinds for _, kinds in seen[-3:]] == [{0}, {0.8}, {0.8}]
 

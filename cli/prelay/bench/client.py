@@ -93,13 +93,14 @@ def read_stream(found: Iterable[tuple[float, bytes]], ask: Ask, start: float, *,
                 texts.append(at)
     if not finish:
         return Sample(start, "the stream ended before its finish reason")
-    told = usage or {"prompt_tokens": 0, "completion_tokens": len(texts)}
+    told: dict[str, Any] = usage or {"prompt_tokens": 0, "completion_tokens": len(texts)}
     tokens = int(told["completion_tokens"])
     if exact and usage and tokens != ask.output:
         return Sample(start, f"ended by {finish} with another number of tokens than asked for")
     first = texts[0] if texts else last
     gaps = [later - sooner for sooner, later in pairwise(texts)]
-    return Sample(start, "", first, last, int(told["prompt_tokens"]), tokens, gaps, usage is None)
+    cached = int((told.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    return Sample(start, "", first, last, int(told["prompt_tokens"]), tokens, cached, gaps, usage is None)
 
 
 def _refusal(status: int, body: bytes) -> str:

@@ -30,6 +30,7 @@ class Sample:
     e2e: float = 0.0
     tokens_in: int = 0
     tokens_out: int = 0
+    tokens_cached: int = 0  # of those in: the server says that it had them already
     gaps: Sequence[float] = ()
     counted_by_frames: bool = False  # the server told no usage
 
@@ -85,7 +86,7 @@ def quantiles(values: Iterable[float], scale: float = 1000.0) -> dict[str, float
 def summary(samples: Sequence[Sample], wall_s: float, slo: Slo | None) -> dict[str, Any]:
     """Everything that is reported of one level. `wall_s` is from its start to its last answer's end."""
     good = [sample for sample in samples if sample.ok]
-    tokens_in, tokens_out = (sum(getattr(s, name) for s in good) for name in ("tokens_in", "tokens_out"))
+    tokens_in, tokens_out = sum(s.tokens_in for s in good), sum(s.tokens_out for s in good)
     wall = max(wall_s, 1e-9)
     figures: dict[str, Any] = {
         "requests": len(samples),
@@ -96,6 +97,7 @@ def summary(samples: Sequence[Sample], wall_s: float, slo: Slo | None) -> dict[s
         "requests_per_s": round(len(good) / wall, 3),
         "tokens_in": tokens_in,
         "tokens_out": tokens_out,
+        "tokens_cached": sum(sample.tokens_cached for sample in good),
         "tokens_in_per_s": round(tokens_in / wall, 1),
         "tokens_out_per_s": round(tokens_out / wall, 1),
         "ttft_ms": quantiles(sample.ttft for sample in good),

@@ -17,7 +17,6 @@ from typing import Any
 import redis
 
 from ..errors import CliError
-from ..queueserver import inspect_server
 from . import facts, proc, target
 from .output import Report, Sheet, Wanted, deliver
 from .plot import Panel
@@ -61,7 +60,7 @@ def run(plan: Plan, wanted: Wanted, notes: Sequence[str]) -> int:
         with progress() as tell:
             tell("starting", 0, 0)
             with null_service(plan.model, plan.step_ms, max(plan.streams)) as rig:
-                about |= _about(rig)
+                about |= target.describe(rig.url, "null")
                 for streams in plan.streams:
                     levels.append(_Level(plan, rig, streams, tell).measure())  # noqa: PERF401 - kept when interrupted
     except KeyboardInterrupt:
@@ -72,11 +71,6 @@ def run(plan: Plan, wanted: Wanted, notes: Sequence[str]) -> int:
     title = f"prelay bench pipeline: null model, {about.get('mode')}, {about.get('queue_server')}"
     deliver(Report(title, data, lambda: list(_sheets(data)), lambda: _panels(data)), wanted)
     return 130 if interrupted else 0
-
-
-def _about(rig: Rig) -> dict[str, Any]:
-    server = inspect_server(f"unix://{rig.socket}")
-    return target.describe(rig.url, "null") | {"queue_server": f"{server.kind} {server.version}"}
 
 
 class _Level:

@@ -31,6 +31,8 @@ from .figures import quantiles
 #: Steps of each kind before those that count.
 _WARM_STEPS = 4
 _ENDLESS = 1 << 20
+#: What of the engine's module is sampling.
+_SAMPLER = ("sample", "logprobs_of")
 #: What the sampler is asked for: the least, what chats ask for, and all that costs.
 SAMPLINGS = {
     "greedy": Sampling(_ENDLESS, temperature=0, ignore_eos=True),
@@ -163,22 +165,25 @@ def _figures(batch: int, times: Sequence[tuple[float, float]]) -> dict[str, Any]
 
 @contextmanager
 def _timed_sampler() -> Iterator[list[float]]:
-    """Stands around the engine's own call of the sampler: the seconds of each call."""
-    names, seconds = vars(engine_module), []
-    plain = names["sample"]
+    """Stands around the engine's own calls for tokens and their log-probabilities: the seconds of each call."""
+    names = vars(engine_module)
+    plain, seconds = {name: names[name] for name in _SAMPLER}, list[float]()
 
-    def timed(*given: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return plain(*given)
-        finally:
-            seconds.append(time.perf_counter() - start)
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*given)
+            finally:
+                seconds.append(time.perf_counter() - start)
 
-    names["sample"] = timed
+        return run
+
+    names.update({name: timed(function) for name, function in plain.items()})
     try:
         yield seconds
     finally:
-        names["sample"] = plain
+        names.update(plain)
 
 
 def _files(model: Path) -> list[Path]:

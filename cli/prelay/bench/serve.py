@@ -197,6 +197,7 @@ class _Session:
 def _report(data: dict[str, Any], session: _Session) -> Report:
     server = data["server"]
     words = [f"{name} {server[name]}" for name in ("mode", "dtype", "threads", "exact") if server[name] is not None]
+    words += [server["queue_server"]] if server["queue_server"] else []
     title = ", ".join([f"prelay bench serve: {server['model']} at {server['url']}", *words])
     return Report(title, data, lambda: list(_sheets(data)), lambda: _panels(data, session))
 
@@ -204,11 +205,12 @@ def _report(data: dict[str, Any], session: _Session) -> Report:
 def _sheets(data: dict[str, Any]) -> Iterator[Sheet]:
     key = "concurrency" if data["loop"] == "closed" else "rate"
     has_slo = any("attainment" in level for level in data["levels"])
-    headings = [key, "ok", "failed", "req/s", "tok/s in", "tok/s out", *(["met"] if has_slo else [])]
+    headings = [key, "ok", "failed", "req/s", "tok/s in", "cached", "tok/s out", *(["met"] if has_slo else [])]
     rows, latencies, failures = [], [], []
     for level in data["levels"]:
         numbers = [level["ok"], level["failed"], level["requests_per_s"]]
-        numbers += [level["tokens_in_per_s"], level["tokens_out_per_s"]]
+        cached = level["tokens_cached"] / max(1, level["tokens_in"])
+        numbers += [level["tokens_in_per_s"], f"{cached:.0%}", level["tokens_out_per_s"]]
         rows.append([level[key], *numbers, *([f"{level['attainment']:.1%}"] if has_slo else [])])
         latencies += [
             [level[key] if name == "ttft" else "", name.upper(), *columns(level[f"{name}_ms"], *STATISTICS)]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from prelay_queue.client import SyncQueue
+from prelay_queue.errors import QueueError
+from prelay_queue.server import inspect
+from prelay_queue.settings import QueueSettings
 
 from ..errors import CliError
 
@@ -47,33 +52,52 @@ def _workers(client: httpx.Client) -> dict[str, Any]:
 
 
 def about_workers(beats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The one word each that a table has room for, and the workers themselves. Nothing is None: the server says not."""
-    workers = [_worker(beat) for beat in beats]
+    """The one word each that a table has room for, and the workers themselves. None: the server does not say."""
+    workers = [_worker(beat, _environment_of(beat)) for beat in beats]
     return {
         "mode": _mode({str(worker["role"]) for worker in workers}),
         "exact": _common(worker["exact"] for worker in workers),
         "threads": _common(worker["threads"] for worker in workers),
         "dtype": _common(worker["dtype"] for worker in workers),
-        "queue_server": _common(beat.get("server") for beat in beats),
+        "queue_server": _common({_queue_server(_environment_of(beat).get("PRELAY_REDIS_URL")) for beat in beats}),
         "workers": workers,
     }
 
 
-def _worker(beat: dict[str, Any]) -> dict[str, Any]:
+def _worker(beat: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     kept = {name: beat.get(name) for name in _KEPT}
     kept["kv_blocks"] = (beat.get("kv") or {}).get("total")
-    if kept["threads"] is None and beat.get("host") == socket.gethostname():
-        kept["threads"] = _threads_of(beat.get("pid"))
+    if kept["threads"] is None:
+        kept["threads"] = environment.get("OMP_NUM_THREADS")
     return kept
 
 
-def _threads_of(pid: object) -> int | None:
-    """What a worker on this machine was started with, where this user may see it."""
+def _environment_of(beat: dict[str, Any]) -> Mapping[str, str]:
+    """What a worker was started with: empty unless it runs on this machine, and this user may see it."""
+    if beat.get("host") != socket.gethostname():
+        return {}
     try:
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return int(dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)[b"OMP_NUM_THREADS"])
-    except (OSError, KeyError, ValueError):
+        pairs = Path(f"/proc/{beat.get('pid')}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def _queue_server(url: str | None) -> str | None:
+    """Kind and version of the server behind a fleet."""
+    if url is None:
         return None
+    try:
+        queue = SyncQueue(QueueSettings(url, fleet="bench"))
+    except ValueError:
+        return None
+    try:
+        found = inspect(queue.redis)
+    except QueueError:
+        return None
+    finally:
+        queue.close()
+    return f"{found.kind} {found.version}"
 
 
 def _mode(roles: set[str]) -> str | None:

@@ -35,8 +35,16 @@ def read(*frames: dict[str, Any], exact: bool = True, done: bool = True) -> Samp
 
 def test_times_are_of_the_first_text_and_of_the_answer_s_last_frame() -> None:
     found = read(*ANSWER)
-    assert found == Sample(0.5, "", 1.0, 4.0, 2, 3, [1.0, 1.0], False)
+    assert found == Sample(0.5, "", 1.0, 4.0, 2, 3, 0, [1.0, 1.0], False)
     assert found.tpot == 1.5
+
+
+def test_tokens_that_the_server_had_in_a_cache_are_told() -> None:
+    told = usage(3)
+    told["usage"]["prompt_tokens_details"] = {"cached_tokens": 1}
+    assert read(*ANSWER[:-1], told).tokens_cached == 1
+    told["usage"]["prompt_tokens_details"] = None
+    assert read(*ANSWER[:-1], told).tokens_cached == 0
 
 
 def test_a_frame_with_several_tokens_is_one_gap_and_tokens_come_from_usage() -> None:

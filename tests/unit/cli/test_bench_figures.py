@@ -15,7 +15,7 @@ from prelay.errors import BadUsage
 
 def sample(ttft_ms: float = 100, tpot_ms: float = 10, tokens: int = 11, why: str = "") -> Sample:
     ttft = ttft_ms / 1000
-    return Sample(0.0, why, ttft, ttft + tpot_ms / 1000 * (tokens - 1), 7, tokens, (0.01, 0.02))
+    return Sample(0.0, why, ttft, ttft + tpot_ms / 1000 * (tokens - 1), 7, tokens, 3, (0.01, 0.02))
 
 
 def test_tpot_is_the_time_after_the_first_token_over_the_tokens_after_it() -> None:
@@ -66,7 +66,7 @@ def test_a_summary_counts_failures_by_their_reason_and_nothing_else_of_them() ->
     assert (found["requests"], found["ok"], found["failed"]) == (5, 2, 3)
     assert list(found["failures"].items()) == [("status 503: full", 2), ("status 400: no", 1)]
     assert (found["tokens_in"], found["tokens_out"], found["tokens_out_per_s"]) == (14, 22, 11)
-    assert found["requests_per_s"] == 1
+    assert (found["requests_per_s"], found["tokens_cached"]) == (1, 6)
     assert found["ttft_ms"]["p50"] == 150
     assert found["itl_ms"]["mean"] == 15
     assert found["attainment"] == 0.2
