@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
@@ -71,13 +72,13 @@ def prompts(demo_model: Path) -> list[tuple[int, ...]]:
     return [tuple(encode(m, add_generation_prompt=True, return_dict=False)) for m in messages]
 
 
-def contiguous(model: Model, blocks: int = 256) -> ContiguousKv:
-    return ContiguousKv(model.geometry, BlockPool(blocks), 16)
+def contiguous(model: Model, blocks: int = 256, prefix_cache: bool = False) -> ContiguousKv:
+    return ContiguousKv(model.geometry, BlockPool(blocks), 16, prefix_cache)
 
 
-def paged(model: Model, blocks: int = 256) -> PagedKv:
+def paged(model: Model, blocks: int = 256, prefix_cache: bool = False) -> PagedKv:
     tensor = torch.zeros(blocks, *model.geometry.block_shape(16), dtype=model.geometry.dtype)
-    return PagedKv(model.geometry, BlockPool(blocks), 16, tensor)
+    return PagedKv(model.geometry, BlockPool(blocks), 16, tensor, prefix_cache)
 
 
 def engine_on(model: Model, store: KvStore) -> Engine:
@@ -90,7 +91,7 @@ def answers_of(engine: Engine, sequences: Iterable[Sequence]) -> dict[str, list[
         engine.add(sequence)
     while engine.has_work:
         engine.step()
-    assert engine.stats().free == engine.stats().total
+    assert engine.stats().available == engine.stats().total
     return {sequence.key: sequence.ids for sequence in started}
 
 
@@ -215,6 +216,42 @@ def test_sequences_evicted_from_a_small_pool_come_back_to_the_same_ids(
         waiting += [dataclasses.replace(every[key]) for key in step.evicted]
     assert evictions > 0
     assert {key: sequence.ids for key, sequence in every.items()} == expected
+
+
+@pytest.mark.parametrize("make", [paged, pytest.param(contiguous, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_chats_that_begin_alike_compute_that_once_and_say_the_same_bit_for_bit(
+    dtype: str, make: Callable[..., KvStore], load: Load, demo_model: Path
+) -> None:
+    """Also after a preempt, with ids of the answer, and for the next turn, whose prompt has the answer before."""
+    model, tokenizer = load(dtype), AutoTokenizer.from_pretrained(demo_model)
+    rules = {"role": "system", "content": "You answer questions about the sea in one sentence. " * 8}
+    chats = [[rules, {"role": "user", "content": text}] for text in ("Why is it salty?", "How deep is it?")]
+    one, two = (
+        tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)) for chat in chats
+    )
+    answers = answers_of(engine_on(model, contiguous(model)), [sampled(1, one), sampled(2, two)])
+    turn = (*two, *answers["2@1"][:-1], *one[-20:])
+    third = answers_of(engine_on(model, contiguous(model)), [sampled(3, turn)])["3@1"]
+
+    engine = engine_on(model, make(model, prefix_cache=True))
+    computed = [0]
+
+    def ask(number: int, prompt: tuple[int, ...], ids: list[int]) -> list[int]:
+        found = answers_of(engine, [sampled(number, prompt, ids=ids)])[f"{number}@1"]
+        computed.append(engine.computed_tokens)
+        return found
+
+    assert ask(1, one, []) == answers["1@1"]
+    assert ask(2, two, []) == answers["2@1"]
+    assert ask(2, two, answers["2@1"][:10]) == answers["2@1"]
+    assert ask(3, turn, []) == third
+    first, second, resumed, last = (b - a for a, b in itertools.pairwise(computed))
+    assert first == len(one) + TOKENS - 1
+    common = sum(1 for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
+    assert second == first - len(one) + len(two) - common // 16 * 16
+    assert resumed <= 16 + TOKENS - 10
+    assert last <= 16 + 20 + TOKENS
 
 
 def test_its_tokenizer_splits_text_as_the_model_was_trained(demo_model: Path) -> None:

@@ -141,8 +141,10 @@ def _prefill(config: WorkerConfig, engine_config: EngineConfig, model: Model, wo
 
 
 def _decode(config: WorkerConfig, engine_config: EngineConfig, model: Model) -> tuple[Engine, Transport]:
-    # A decode worker copies what it lacks, and a copy of its own would be no faster (docs/design.md, section 11).
-    prefix_cache = config.prefix_cache and config.role is Role.UNIFIED
+    # What was prefilled elsewhere is copied whole: from a cache of our own it would come no faster (docs/design.md,
+    # section 11).
+    prefills = config.role is Role.UNIFIED or config.local_prefill_tokens > 0
+    prefix_cache = config.prefix_cache and prefills
     kv = ContiguousKv(model.geometry, BlockPool(config.kv_blocks), config.block_size, prefix_cache)
     engine = Engine(model, kv, engine_config)
     if config.role is Role.UNIFIED:
