@@ -124,7 +124,8 @@ class Claimer:
         had its chance. Whoever is handed it at this moment finds its own claim stale, as after any late delivery.
         """
         for stream in self._filled(self._prefills[: 2 * classes]):
-            for entry, fields in self._queue.redis.xrange(stream, count=LOOK_AHEAD):
+            entries: Any = self._queue.redis.xrange(stream, count=LOOK_AHEAD)
+            for entry, fields in entries:
                 short = int(fields.get(b"tok", self._short_tokens + 1)) <= self._short_tokens
                 if short and self._claim(stream, text(entry), text(fields[b"id"])):
                     return True
