@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -16,6 +18,7 @@ from prelay_engine import engine as engine_module
 from prelay_engine.config import EngineConfig
 from prelay_engine.errors import EngineError
 from tests.bed.bench import finish, leftovers, report, start
+from tests.bed.processes import until
 from tests.bed.tokenizer import make_tokenizer
 
 
@@ -49,6 +52,26 @@ def test_it_reports_steps_sampling_prompts_and_loading(tiny: Path, tmp_path: Pat
     assert load["files_bytes"] > load["weights_bytes"] > 0
     engine = found["engine"]
     assert (engine["dtype"], engine["threads"], engine["exact"]) == ("float32", 1, True)
+    assert leftovers(tmp_path) == []
+
+
+def test_ctrl_c_ends_the_measuring_process_and_reports_what_it_said(tiny: Path, tmp_path: Path) -> None:
+    args = ("--threads", "1", "--batch", "1", "--steps", "50", "--prefill", "16", "--runs", "1000000")
+    process = start("engine", "--model", str(tiny), *args, "--json", "-", TMPDIR=str(tmp_path))
+    mine = psutil.Process(process.pid)
+
+    def measuring() -> list[psutil.Process]:
+        assert process.poll() is None, process.communicate()
+        found = mine.children(recursive=True)
+        return [child for child in found if "prelay.bench.child" in child.cmdline() and child.cpu_times().user > 1]
+
+    children = until(measuring, 60)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process, 20)
+    assert code == 130, err
+    assert json.loads(out)["interrupted"]
+    assert "Traceback" not in err
+    assert psutil.wait_procs(children, timeout=10)[1] == []
     assert leftovers(tmp_path) == []
 
 

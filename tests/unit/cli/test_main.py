@@ -67,6 +67,10 @@ def test_every_command_has_help_with_an_example(command: str, capsys: pytest.Cap
         (["nonsense"], "No such command 'nonsense'"),
         (["decode"], "prelay: --redis-url is needed"),
         (["chat", "--max-tokens", "0"], "--max-tokens"),
+        (["bench", "serve", "--concurrency", "0"], "--concurrency must be whole numbers of at least 1"),
+        (["bench", "serve", "--rate", "1", "--concurrency", "1"], "give one of them"),
+        (["bench", "serve", "--plot", "x.png"], "--plot writes SVG"),
+        (["bench", "pipeline", "--streams", "a"], "--streams must be whole numbers"),
         (["serve", "--config", "/none.toml"], "prelay: --config: cannot read /none.toml"),
     ],
 )
