@@ -19,6 +19,6 @@ def progress() -> Iterator[Tell]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:g}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bars:
         task = bars.add_task("", total=None)
         yield lambda what, done, whole: bars.update(task, description=what, completed=done, total=whole or None)
