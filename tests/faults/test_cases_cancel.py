@@ -82,8 +82,8 @@ def close_in(here: Site, url: str, phase: str, count: int, first: int) -> int:
     keepers = [worker for worker in here.workers if worker.role == KEEPER.get(phase)]
     for worker in keepers:
         worker.send(signal.SIGSTOP)
-    # A prefill goes on by itself, so not all are in it at the same time.
-    enough = count // 2 if phase == "prefill" else count
+    # Where nobody is frozen jobs go on, so they may never be in the phase all together.
+    enough = count if keepers else count // 2
     leavers = Leavers(url, count, first=first)
     until(lambda: running(here)[phase] >= enough, 30, every_s=0.005)
     hit = running(here)[phase]
@@ -102,8 +102,8 @@ def test_clients_that_close_in_every_phase_leave_all_pools_free(shared_server: S
     So many in each phase: queued, in prefill, staged between hand-over and claim, in decode.
     """
     crowd = min(times, 40)
-    with site(shared_server, null=NullModel(step_ms=10, prefill_ms_per_token=4)) as here:
-        here.serve(Role.PREFILL, Role.DECODE, max_running=64)
+    with site(shared_server, null=NullModel(step_ms=10, prefill_ms_per_token=8)) as here:
+        here.serve(Role.PREFILL, Role.DECODE, blocks=8192, max_running=64)
         api = here.api()
         pids, asked = here.pids(), 0
         for phase in ("queued", "prefill", "staged", "decode"):
