@@ -78,23 +78,24 @@ def test_two_jobs_that_need_more_than_half_of_the_pool_do_not_evict_each_other(f
 def test_a_long_batch_job_ends_while_urgent_ones_never_stop_coming(fleet: NullFleet) -> None:
     """Case 6, vllm#41951: a stream of short urgent requests, and a long one of low priority never ends.
 
-    Only a few evictions are allowed; then it needs nearly the whole pool at once, which the urgent ones always use.
+    Only a few evictions are allowed; then it needs the whole pool at once, of which the urgent ones always use some.
     """
     fleet.null = replace(fleet.null, step_ms=10)
     fleet.start(Role.PREFILL)
-    fleet.start(Role.DECODE, blocks=20, max_running=3, patience_s=0.5)
+    fleet.start(Role.DECODE, blocks=24, max_running=4, patience_s=0.5)
     fleet.until_ready()
-    (slow,) = fleet.submit(1, prompt=6, max_tokens=66, priority=Priority.BATCH)  # 18 blocks
+    (slow,) = fleet.submit(1, prompt=6, max_tokens=90, priority=Priority.BATCH)  # all 24 blocks
     urgent: list[Client] = []
 
     def keep_busy() -> None:
         nonlocal urgent
         urgent = [client for client in urgent if state(fleet, client) != "done"]
-        urgent += fleet.submit(24 - len(urgent), prompt=6, max_tokens=12, priority=Priority.INTERACTIVE)
+        while len(urgent) < 40:  # of different lengths, so that they do not all end at once
+            urgent += fleet.submit(1, max_tokens=fleet.chance.randint(4, 18), priority=Priority.INTERACTIVE)
 
     fleet.nudge = keep_busy
     fleet.until_done(clients=[slow])
-    assert len(fleet.clients) > 50, "nothing stood in its way"
+    assert len(fleet.clients) > 70, "nothing stood in its way"
     assert number(fleet, slow, "pe") <= 3
     fleet.nudge = lambda: None
     fleet.finish()
