@@ -61,6 +61,7 @@ class Worker(ABC):
             "pid": os.getpid(),
             "block_size": backend.block_size,
             "context_len": backend.context_len,
+            "threads": config.threads,
             "model": backend.model,
             "domain": backend.transport.domain,
             **backend.detail,
@@ -236,7 +237,7 @@ class Worker(ABC):
         matcher = self._make_matcher(claim)
         if matcher is not None:
             self.writer.watch(attempt.key, matcher)
-        self.admit(claim, self._sequence(attempt))
+        self.admit(claim, attempt.sequence())
 
     def _make_room(self, attempt: Attempt) -> None:
         """Evict an attempt for a more urgent head. What may be read by a decode worker is asked back first."""
@@ -262,7 +263,7 @@ class Worker(ABC):
         # A held sequence, waiting to be copied away, takes blocks but no slot.
         slots = max(0, self.config.max_running - self.engine.running - self.engine.waiting)
         closed = self._draining or self._runs_alone()
-        return policy.Room(self.engine.spare, slots, self.engine.stats().total, closed)
+        return policy.Room(self.engine.spare, slots, self.config.kv_blocks, closed)
 
     def _opening(self, room: policy.Room) -> policy.Opening:
         evictable = (a for a in self.attempts.values() if a.urgency >= policy.EVICTABLE)
@@ -271,18 +272,6 @@ class Worker(ABC):
     def reserved(self, claim: Claim) -> bool:
         """After `max_preemptions` a job gets its full remaining KV at admission, and is not evicted again."""
         return claim.preemptions >= self.config.max_preemptions
-
-    def _sequence(self, attempt: Attempt) -> Sequence:
-        claim = attempt.claim
-        return Sequence(
-            key=attempt.key,
-            prompt_ids=claim.spec.prompt_ids,
-            sampling=claim.spec.sampling,
-            ids=list(claim.ids),
-            priority=attempt.urgency,
-            arrival_ms=claim.submitted_ms,
-            reserved=attempt.reserved > 0,
-        )
 
     def _after(self, step: Step) -> None:
         held = set(step.held)
