@@ -56,7 +56,10 @@ def make_claim(
     priority: Priority = Priority.NORMAL,
     **changes: Any,
 ) -> Claim:
+    """`ids` without more are those of a job that was handed over: its KV lies somewhere."""
     spec = JobSpec(job, tuple(range(prompt)), Sampling(max_tokens, ignore_eos=True), priority)
+    if changes.get("ids"):
+        changes.setdefault("kv", b"kv")
     return Claim(spec, epoch, **changes)
 
 

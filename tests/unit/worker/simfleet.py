@@ -179,14 +179,10 @@ class Worker:
             elif attempt.phase == "handing":
                 attempt.phase, job.place, job.exporter = "held", "staged", self
                 self.fleet.queue.push(job, "decode", "r" if job.preempts else "n")
-            elif attempt.phase == "leaving":
-                if job.place == "staged":
-                    self.fleet.unpush(job)
-                    job.exporter = None
-                    self.give_up(name)
-                else:
-                    attempt.phase = "held"
-                    attempt.urgency = -1  # told apart: it is being read, and no victim again
+            elif attempt.phase == "leaving" and job.place == "staged":  # else it is being read, and goes after that
+                self.fleet.unpush(job)
+                job.exporter = None
+                self.give_up(name)
 
     def admit(self) -> None:
         while (done := policy.decide(self.rows(), self.holders(), self.room())) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prelay_engine.sequence import Sequence
 from prelay_queue.job import Claim
 
 from .messages import key_of
@@ -32,6 +33,18 @@ class Attempt:
     def alone(self) -> bool:
         """Whether it may have no neighbour yet: it is not past the step at which it crashed."""
         return self.emitted <= self.claim.alone_until
+
+    def sequence(self) -> Sequence:
+        """It as the engine is given it."""
+        return Sequence(
+            key=self.key,
+            prompt_ids=self.claim.spec.prompt_ids,
+            sampling=self.claim.spec.sampling,
+            ids=list(self.claim.ids),
+            priority=self.urgency,
+            arrival_ms=self.claim.submitted_ms,
+            reserved=self.reserved > 0,
+        )
 
     def holder(self, gives: int, max_preemptions: int) -> Holder:
         """It as the policy sees it; `gives` is what the engine would have free without it, blocks."""
