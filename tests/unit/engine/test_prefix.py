@@ -264,6 +264,17 @@ def test_the_least_recently_used_text_goes_first_and_of_a_text_its_end() -> None
     assert seen == [(3, 3), (3, 3), (2, 3), (1, 3), (0, 3), (0, 2), (0, 1), (0, 0)]
 
 
+def test_a_text_that_goes_on_never_takes_its_own_beginning_for_the_rest() -> None:
+    pool, old = BlockPool(4), (1, 1, 1, 1, 1, 1, 1)
+    filled(pool, "old", old[:4])
+    filled(pool, "new", (2, 2, 2, 2))
+    shared = pool.match(names(old, 3))
+    assert (len(shared), pool.free) == (2, 0)
+    taken = pool.take("old again", 2, shared=shared)
+    assert not set(taken) & set(shared)
+    assert pool.match(names(old, 2)) == shared
+
+
 def test_a_block_that_two_hold_stays_when_one_of_them_goes_and_is_cached_when_both_have() -> None:
     pool, ids = BlockPool(6), (1, 2, 3, 4, 5)
     filled(pool, "first", ids)
