@@ -45,9 +45,10 @@ def preempting_once(server: Serving, after: int) -> Callable[[Answer], None]:
 def test_sixteen_greedy_streams_that_are_all_preempted_are_those_of_an_empty_server(tight: Serving) -> None:
     """Case 1, vllm#38624 and vllm#42117: after a preempt a greedy stream differs, repeats tokens or lacks some.
 
-    The pool holds three of them, and an operator sees to it that nobody is spared.
+    The pool has a block for each, and then wants a second one; an operator sees to it that nobody is spared.
     """
-    bodies = [chat(f"{question} {more}", max_tokens=24) for question in QUESTIONS for more in ("", "Be brief.")]
+    prompts = (f"{n} years after the flood, the largest city" for n in range(16))
+    bodies = [completion(prompt=prompt, temperature=0, max_tokens=16) for prompt in prompts]
     alone = [stream(tight.url, body) for body in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:
         crowded = list(pool.map(lambda body: stream(tight.url, body, preempting_once(tight, after=4)), bodies))
@@ -122,9 +123,11 @@ MARKERS = ("Zanzibar", "Quetzal", "Xylophone")
 @pytest.mark.slow
 def test_a_chat_sent_again_just_after_it_was_cancelled_is_equal_and_nobody_hears_of_another(tight: Serving) -> None:
     """Case 17, vllm#39146: blocks of a cancelled request are given to others while its copy still goes on."""
-    mine, *others = (chat(f"My name is {name}. Repeat my name and tell me what it means.") for name in MARKERS)
+    mine, *others = (
+        chat(f"My name is {name}. Repeat my name and tell me what it means.", max_tokens=24) for name in MARKERS
+    )
     alone = [stream(tight.url, body) for body in (mine, *others)]
-    for pieces in (1, 4, 9):
+    for pieces in (1, 7):
         with ThreadPoolExecutor(1) as pool:
             crowd = pool.submit(together, tight.url, others)
             hear_and_leave(tight, mine, pieces)
