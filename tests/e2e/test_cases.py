@@ -191,6 +191,7 @@ def stream_with_reference(server: Serving, body: dict[str, Any], change: Change)
             (key,) = client.keys(f"*job:{answer.id}/0")
             state, kv = client.hmget(key, "st", "kv")
             assert state == b"staged"
+            assert kv
             client.hset(key, "kv", change(orjson.loads(kv)))
             changed = True
             go_on()
