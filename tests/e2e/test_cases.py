@@ -89,9 +89,10 @@ SLOW = {"PRELAY_FAULTS": "copy.before=pause:0.3@*, copy.middle=pause:0.4@*"}
 @pytest.mark.slow
 def test_a_slow_copy_gives_what_a_unified_worker_gives(demo_model: Path) -> None:
     """Case 16, LMCache#1350: when the transfer is slow, decoding begins before all KV is there, and is wrong."""
+    tale = "years after the great flood, in the largest city of the country, an old keeper wrote in his book"
     bodies = [
-        *(completion(prompt=f"{n} years after the flood, in the largest city", temperature=0) for n in (3, 70)),
-        *(chat(question, temperature=1, seed=7) for question in QUESTIONS[:4]),
+        *(completion(prompt=f"{n} {tale}", temperature=0, max_tokens=24) for n in (3, 70)),
+        *(chat(question, temperature=1, seed=7, max_tokens=24) for question in QUESTIONS[:3]),
     ]
     small = ("--served-model-name", "demo", "--kv-blocks", "24", "--max-model-len", "256")
     with serving(*small, "--unified", "1", model=demo_model) as server:
