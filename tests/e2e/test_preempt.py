@@ -75,7 +75,8 @@ GREEDY = {"temperature": 0}
 SEEDED = {"temperature": 1.0, "seed": 7, "top_p": 0.95}
 
 
-@pytest.mark.parametrize("sampling", [pytest.param(GREEDY, marks=pytest.mark.slow), SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_preempts_in_mid_stream_change_nothing(tight: Serving, sampling: dict[str, Any]) -> None:
     check_preempts_in_mid_stream(tight, sampling)
 

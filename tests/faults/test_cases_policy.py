@@ -215,9 +215,9 @@ def test_jobs_preempted_one_to_ten_times_end_right_and_no_more_often(shared_serv
     """Case 22, vllm-gaudi#541: a request that is preempted several times has wrong tokens, or never ends."""
     with null_fleet(shared_server, null=NullModel(step_ms=10, divergent=True)) as fleet:
         fleet.start(Role.PREFILL)
-        fleet.start(Role.DECODE, blocks=512)
+        fleet.start(Role.DECODE, blocks=1024)
         fleet.until_ready()
-        clients = fleet.submit(10, max_tokens=100)
+        clients = fleet.submit(10, max_tokens=300)  # long enough for ten preempts on a busy machine
         wanted = {client.id: times for times, client in enumerate(clients, start=1)}
 
         def preempt() -> None:

@@ -50,9 +50,9 @@ def test_a_prefill_worker_killed_mid_job_costs_one_lease_and_no_token(shared_ser
 def test_a_decode_worker_killed_under_many_streams_loses_none_of_them(shared_server: Server, divergent: bool) -> None:
     with null_fleet(shared_server, null=replace(NULL, divergent=divergent)) as fleet:
         fleet.start(Role.PREFILL, blocks=512)
-        victim = fleet.start(Role.DECODE, blocks=512)
+        victim = fleet.start(Role.DECODE, blocks=2048)
         fleet.until_ready()
-        clients = fleet.submit(32, max_tokens=60)
+        clients = fleet.submit(32, max_tokens=240)  # none is over before the last has begun
         until(lambda: all(len(fleet.view(client).ids) > 5 for client in clients))
         victim.kill()
         fleet.until_done()

@@ -25,7 +25,7 @@ from tests.bed.tokenizer import chat, ids_of
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module", params=["two phases", "unified"])
+@pytest.fixture(scope="module", params=["two phases", pytest.param("unified", marks=pytest.mark.slow)])
 def api(shared_server: Server, null_folder: Path, request: pytest.FixtureRequest) -> Iterator[Api]:
     with fleet(shared_server.settings(), null_folder) as found:
         api = found.api()

@@ -55,6 +55,7 @@ def test_it_reports_steps_sampling_prompts_and_loading(tiny: Path, tmp_path: Pat
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_measuring_process_and_reports_what_it_said(tiny: Path, tmp_path: Path) -> None:
     args = ("--threads", "1", "--batch", "1", "--steps", "50", "--prefill", "16", "--runs", "1000000")
     process = start("engine", "--model", str(tiny), *args, "--json", "-", TMPDIR=str(tmp_path))
@@ -75,6 +76,7 @@ def test_ctrl_c_ends_the_measuring_process_and_reports_what_it_said(tiny: Path, 
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_one_line(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "other"
     folder.mkdir()

@@ -41,6 +41,7 @@ def test_it_reports_tokens_cpu_time_and_bytes_and_leaves_nothing(temporary: Path
     assert leftovers(temporary) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_service_in_order(temporary: Path) -> None:
     process = start("pipeline", "--streams", "2", "--tokens", "50000", "--step-ms", "1", TMPDIR=str(temporary))
     mine = psutil.Process(process.pid)

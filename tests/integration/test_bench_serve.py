@@ -115,6 +115,7 @@ def test_failures_are_counted_with_their_reason_and_the_rest_goes_on(url: str, t
     assert level["tokens_out"] == 15
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_failed_and_is_cancelled(url: str, jobs: Jobs) -> None:
     args = ("--concurrency", "1", "--requests", "1", "--warmup", "0", "--output-len", "3900", "--timeout", "0.5")
     (level,) = report("serve", "--url", url, *IDS, *args)["levels"]
@@ -122,6 +123,7 @@ def test_an_answer_that_takes_too_long_failed_and_is_cancelled(url: str, jobs: J
     until(lambda: [job["fin"] for job in jobs()] == ["cancelled"])
 
 
+@pytest.mark.slow
 def test_a_goodput_that_nothing_can_reach_is_zero_and_hopeless_rates_are_cut_short(url: str) -> None:
     goal = ("--find-goodput", "--slo", "ttft=0.001", "--rate", "64", "--requests", "8", "--output-len", "2")
     found = report("serve", "--url", url, *IDS, *goal, "--warmup", "0")
@@ -132,6 +134,7 @@ def test_a_goodput_that_nothing_can_reach_is_zero_and_hopeless_rates_are_cut_sho
     assert found["levels"][-1]["stopped_early"]
 
 
+@pytest.mark.slow
 def test_a_search_that_finds_no_end_says_so(url: str) -> None:
     goal = ("--find-goodput", "--slo", "ttft=60000,e2e=60000", "--rate", "512", "--requests", "4", "--output-len", "2")
     found = report("serve", "--url", url, *IDS, *goal, "--warmup", "0")

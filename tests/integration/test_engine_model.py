@@ -136,8 +136,9 @@ def test_greedy_texts_are_those_that_transformers_generates(
         assert alone == {f"{number}@1": whole[0, len(prompt) :].tolist()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 19])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("number", [0, 19])
 def test_prefilling_an_answers_first_ids_again_gives_its_next_logits_bit_for_bit(
     number: int, dtype: str, load: Load, prompts: list[tuple[int, ...]]
 ) -> None:
@@ -158,6 +159,7 @@ def test_prefilling_an_answers_first_ids_again_gives_its_next_logits_bit_for_bit
             assert torch.equal(row, logits[kept]), f"logits differ after {kept} ids"
 
 
+@pytest.mark.slow
 def test_a_hand_over_gives_the_ids_of_one_process(load: Load, prompts: list[tuple[int, ...]]) -> None:
     model = load("float32")
     chosen = list(enumerate(prompts))[8:16]
@@ -218,8 +220,9 @@ def test_sequences_evicted_from_a_small_pool_come_back_to_the_same_ids(
     assert {key: sequence.ids for key, sequence in every.items()} == expected
 
 
-@pytest.mark.parametrize("make", [paged, pytest.param(contiguous, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [paged, contiguous])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chats_that_begin_alike_compute_that_once_and_say_the_same_bit_for_bit(
     dtype: str, make: Callable[..., KvStore], load: Load, demo_model: Path
 ) -> None:
