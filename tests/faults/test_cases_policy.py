@@ -214,7 +214,7 @@ def test_a_staged_job_that_is_claimed_while_it_is_asked_back_is_left_to_who_clai
 def test_jobs_preempted_one_to_ten_times_end_right_and_no_more_often(shared_server: Server) -> None:
     """Case 22, vllm-gaudi#541: a request that is preempted several times has wrong tokens, or never ends."""
     with null_fleet(shared_server, null=NullModel(step_ms=10, divergent=True)) as fleet:
-        fleet.start(Role.PREFILL)
+        fleet.start(Role.PREFILL, blocks=1024)
         fleet.start(Role.DECODE, blocks=1024)
         fleet.until_ready()
         clients = fleet.submit(10, max_tokens=300)  # long enough for ten preempts on a busy machine
