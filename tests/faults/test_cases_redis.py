@@ -275,15 +275,15 @@ def test_a_worker_behind_a_half_open_link_notices_and_its_late_writes_are_fenced
     proxy = LinkProxy(shared_server.socket)
     try:
         with site(shared_server) as here:
-            here.start(Role.PREFILL, blocks=2048)
+            here.start(Role.PREFILL, blocks=4096)
             here.url = proxy.url
-            cut_off = here.start(Role.DECODE, blocks=2048)
+            cut_off = here.start(Role.DECODE, blocks=4096)
             here.url = ""
             here.until_ready()
             api = here.api()
-            crowd = here.crowd(api, 8, max_tokens=800)
+            crowd = here.crowd(api, 8, max_tokens=1600)  # more than it can make before it hears of the refusal
             crowd.until_streaming(8)
-            here.serve(Role.DECODE, blocks=2048)
+            here.serve(Role.DECODE, blocks=4096)
             begun = time.monotonic()
             (proxy.hold if packets == "late" else proxy.swallow)()
             assert noticed_s(cut_off, begun) < 10
