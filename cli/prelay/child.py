@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-from . import pdeath
 from .errors import CliError
+from .pdeath import dying
 
 #: Last lines kept of each child, for the message when it fails.
 TAIL_LINES = 12
@@ -45,10 +43,8 @@ class Process(Protocol):
 
 async def start_plain(spec: ChildSpec, output: int) -> Process:
     """Start it from this thread, which must be the main one (see pdeath). Raise OSError."""
-    shim = [sys.executable, "-I", "-S", str(Path(pdeath.__file__)), str(int(spec.death_signal)), str(os.getpid())]
     return await asyncio.create_subprocess_exec(
-        *shim,
-        *spec.command,
+        *dying(spec.death_signal, *spec.command),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=output,
         stderr=output,

@@ -15,6 +15,11 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
+def dying(death_signal: int, *command: str) -> list[str]:
+    """The command that runs `command` so that it gets `death_signal` when this process dies."""
+    return [sys.executable, "-I", "-S", __file__, str(int(death_signal)), str(os.getpid()), *command]
+
+
 def main() -> None:
     death_signal, parent, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     libc = ctypes.CDLL(None, use_errno=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import pdeath
 from ..errors import CliError
 from ..host import size
+from ..pdeath import dying
 from . import facts
 from .output import Report, Sheet, Wanted, deliver
 from .plot import Panel
@@ -52,9 +51,7 @@ def run(plan: Plan, wanted: Wanted, notes: Sequence[str]) -> int:
     Raise CliError when the model cannot be loaded.
     """
     wanted.check()
-    found = facts.gather(notes)
-    if warning := facts.warning(found):
-        print(f"prelay: {warning}", file=sys.stderr)
+    found = facts.begin(notes)
     data: dict[str, Any] = {"bench": "engine", "facts": found, "settings": plan.words, "interrupted": False}
     data |= {"loads": [], "prefill": [], "decode": []}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both leave in order
@@ -86,8 +83,7 @@ def _measure(plan: Plan, data: dict[str, Any], tell: Tell) -> None:
 
 def _in_child(task: dict[str, Any], threads: int, data: dict[str, Any], tell: Tell) -> None:
     """Run one task and put the figures it says into `data`. Raise CliError with its words when it fails."""
-    shim = [sys.executable, "-I", "-S", pdeath.__file__, str(int(signal.SIGKILL)), str(os.getpid())]
-    command = [*shim, sys.executable, "-P", "-m", "prelay.bench.child", json.dumps(task)]
+    command = dying(signal.SIGKILL, sys.executable, "-P", "-m", "prelay.bench.child", json.dumps(task))
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,

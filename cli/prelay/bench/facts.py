@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -43,6 +44,14 @@ def gather(notes: Sequence[str] = ()) -> dict[str, Any]:
         "transformers": _version_of("transformers"),
         "notes": _notes(notes),
     }
+
+
+def begin(notes: Sequence[str] = ()) -> dict[str, Any]:
+    """The facts before anything is measured; a machine that is busy with something else is warned of on stderr."""
+    facts = gather(notes)
+    if words := warning(facts):
+        print(f"prelay: {words}", file=sys.stderr)
+    return facts
 
 
 def finish(facts: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -49,9 +48,7 @@ def run(plan: Plan, wanted: Wanted, notes: Sequence[str]) -> int:
     Raise CliError when the service does not start.
     """
     wanted.check()
-    found = facts.gather(notes)
-    if warning := facts.warning(found):
-        print(f"prelay: {warning}", file=sys.stderr)
+    found = facts.begin(notes)
     levels: list[dict[str, Any]] = []
     about: dict[str, Any] = {"model": "null"}
     interrupted = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -17,9 +16,9 @@ from pathlib import Path
 
 import httpx
 
-from .. import pdeath
 from ..errors import CliError
 from ..options import OPTIONS
+from ..pdeath import dying
 from ..statedir import socket_path
 from . import proc
 from .process import environment
@@ -83,10 +82,9 @@ def make_tokenizer(folder: Path) -> Path:
 @contextmanager
 def _started(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The command in a session of its own, so that Ctrl-C is ours; it is stopped in order, also when we die."""
-    shim = [sys.executable, "-I", "-S", pdeath.__file__, str(int(signal.SIGTERM)), str(os.getpid())]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*shim, sys.executable, "-P", "-m", "prelay", *words],
+            dying(signal.SIGTERM, sys.executable, "-P", "-m", "prelay", *words),
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(), start_new_session=True,
         )  # fmt: skip
     try:

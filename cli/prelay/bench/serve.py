@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,9 +69,7 @@ def run(plan: Plan, wanted: Wanted, notes: Sequence[str]) -> int:
     """
     plan.check()
     wanted.check()
-    found = facts.gather(notes)
-    if warning := facts.warning(found):
-        print(f"prelay: {warning}", file=sys.stderr)
+    found = facts.begin(notes)
     about = target.describe(plan.url, plan.manner.model or None)
     with progress() as tell:
         session = _Session(plan, about["model"], tell)

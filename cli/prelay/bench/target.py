@@ -53,7 +53,7 @@ def _workers(client: httpx.Client) -> dict[str, Any]:
 
 def about_workers(beats: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The one word each that a table has room for, and the workers themselves. None: the server does not say."""
-    workers = [_worker(beat, _environment_of(beat)) for beat in beats]
+    workers = [_worker(beat) for beat in beats]
     return {
         "mode": _mode({str(worker["role"]) for worker in workers}),
         "exact": _common(worker["exact"] for worker in workers),
@@ -64,11 +64,9 @@ def about_workers(beats: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _worker(beat: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+def _worker(beat: dict[str, Any]) -> dict[str, Any]:
     kept = {name: beat.get(name) for name in _KEPT}
     kept["kv_blocks"] = (beat.get("kv") or {}).get("total")
-    if kept["threads"] is None:
-        kept["threads"] = environment.get("OMP_NUM_THREADS")
     return kept
 
 

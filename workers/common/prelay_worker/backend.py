@@ -43,10 +43,6 @@ class EngineLike(Protocol):
         """Could one sequence of prompt + answer tokens ever be held, alone?"""
         ...
 
-    def room(self, tokens: int) -> bool:
-        """Can a sequence of this many tokens be admitted now?"""
-        ...
-
     @property
     def spare(self) -> int:
         """Blocks for admissions. Below 0 when what runs will ask for more than there are."""
