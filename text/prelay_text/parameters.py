@@ -34,6 +34,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_BAD_WORDS, MAX_BIASES = 64, 1024
 #: Likeliest tokens reported at each position: vLLM's limit.
 MAX_LOGPROBS = 20
+#: Longest deadline of a request, ms: a day.
+MAX_DEADLINE_MS = 86_400_000
 #: What OpenAI's tiers come to here: a class, or nothing said.
 SERVICE_TIERS = {"auto": None, "default": None, "priority": Priority.INTERACTIVE, "flex": Priority.BATCH}
 #: More than this leaves nothing of the logits' order.
@@ -101,6 +103,7 @@ PARAMETERS = (
     Parameter("top_logprobs", checks.integer(0, MAX_LOGPROBS), route=_CHAT),
     Parameter("prompt_logprobs", checks.integer(0, MAX_LOGPROBS)),
     Parameter("priority", checks.one_of({priority.value: priority for priority in Priority})),
+    Parameter("deadline_ms", checks.integer(1, MAX_DEADLINE_MS)),
     Parameter("service_tier", checks.one_of(SERVICE_TIERS), route=_CHAT),
     Parameter("stream", checks.boolean, False),
     Parameter("stream_options", messages.stream_options, False),

@@ -34,6 +34,7 @@ class Request:
     min_tokens: int = 0
     prompt_logprobs: int | None = None  # None: the prompt's tokens are not reported
     priority: Priority = Priority.NORMAL
+    deadline_ms: int | None = None  # from its arrival to its end; None: whenever
     stream: bool = False
     include_usage: bool = False  # of the stream; an answer in one piece always has its usage
     user: str | None = None
