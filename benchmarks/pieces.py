@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prelay_text.fingerprint import fingerprint
-from prelay_text.render import Renderer, frame
+from prelay_text.render import Part, Renderer, frame
 
 TRIES = 10
 
@@ -27,7 +27,7 @@ def main() -> None:
 
     def frames() -> None:
         for _ in range(500):
-            frame("1-17,2-15", renderer.text_chunk(0, " some text"))
+            frame("1-17,2-15", renderer.text_chunk(0, Part(" some text")))
 
     report = {
         "frame_us": round(best(frames, own_cpu_s) / 500 * 1e6, 1),  # aim: below 20

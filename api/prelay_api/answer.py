@@ -31,7 +31,9 @@ async def collect(session: Session, receive: Receive) -> bytes | Failure:
             return problem
         if not session.ended:
             return CANCELLED  # nobody reads it
-        choices = [_rendered(choice, session.prompt_report(choice)) for choice in session.choices]
+        choices = [
+            _rendered(index, choice, session.prompt_report(choice)) for index, choice in enumerate(session.best())
+        ]
         return session.renderer.answer(choices, session.usage)
     finally:
         session.close()
@@ -45,9 +47,6 @@ async def _wait(session: Session) -> None:
         await session.wait(_LOOK_S)
 
 
-def _rendered(choice: Choice, prompt_logprobs: list[Any] | None) -> RenderedChoice:
-    end = choice.relay.end
-    assert end is not None
-    first, last = choice.deliver(), choice.finish(end.reason)
-    reports = None if last.reports is None else [*(first.reports or ()), *last.reports]
-    return RenderedChoice(choice.index, first.text + last.text, end.reason, reports, prompt_logprobs)
+def _rendered(index: int, choice: Choice, prompt_logprobs: list[Any] | None) -> RenderedChoice:
+    whole = choice.deliver() + choice.finish()
+    return RenderedChoice(index, whole, choice.finish_reason, choice.spec.prompt_ids, prompt_logprobs)

@@ -16,7 +16,7 @@ from prelay_queue.log import read_log
 from prelay_queue.note import Note
 from prelay_queue.scripts import NewJob
 from prelay_text.assembler import Assembler
-from prelay_text.render import Reports
+from prelay_text.render import Part
 from prelay_text.reports import Reporter
 
 from .hub import Hub
@@ -27,11 +27,16 @@ log = logging.getLogger("prelay.choice")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of an answer: its text and, where logprobs are asked for, a report on each of its tokens."""
+class View:
+    """What a client is shown of a choice beside its text.
 
-    text: str
-    reports: Reports = None
+    `reporter` is None when no logprobs are asked for. `opening` gives, from the note of the first token, what stands
+    before the answer. `hidden`: the answer itself is not shown, only its opening.
+    """
+
+    reporter: Reporter | None = None
+    opening: Callable[[Note], Part] | None = None
+    hidden: bool = False
 
 
 class Choice:
@@ -47,13 +52,14 @@ class Choice:
         hub: Hub,
         job: NewJob,
         assembler: Assembler,
-        reporter: Reporter | None,  # None when no logprobs are asked for
+        view: View,
         *,
         keep_delivered: bool,
         changed: Callable[[], None],
     ) -> None:
         self.job = job
-        self._reporter = reporter
+        self._view = view
+        self._opened = view.opening is None
         self.relay = Relay(job.spec.sampling.max_tokens, keep_delivered)
         self._hub = hub
         self._assembler = assembler
@@ -98,20 +104,39 @@ class Choice:
         delta = self._assembler.push(ids) if ids else None
         for seq in range(self.relay.delivered, self._assembler.delivered):
             trace.mark("api.send", self.id, seq)
-        return self._delivered(delta.text if delta else "")
+        part = self._delivered(delta.text if delta else "")
+        return self._open(part) if self.relay.delivered else part
 
-    def finish(self, reason: FinishReason) -> Part:
+    def finish(self) -> Part:
         """The answer is complete: take what was held back."""
-        return self._delivered(self._assembler.finish(reason).text)
+        end = self.relay.end
+        assert end is not None
+        return self._open(self._delivered(self._assembler.finish(end.reason).text))
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the answer ended, for the client; only once it has."""
+        assert self.relay.end is not None
+        return FinishReason.LENGTH if self._view.hidden else self.relay.end.reason
 
     def _delivered(self, text: str) -> Part:
         """A text together with the tokens that it is the first to rest on."""
         before, after = self.relay.delivered, self._assembler.delivered
         self.relay.mark_delivered(after)
-        if self._reporter is None:
-            return Part(text)
-        notes = (self.relay.notes.get(seq, "") for seq in range(before, after))
-        return Part(text, self._reporter.push(self.relay.ids[before:after], notes))
+        reporter = self._view.reporter
+        if self._view.hidden:
+            return Part("", None if reporter is None else ())
+        ids = tuple(self.relay.ids[before:after])
+        if reporter is None:
+            return Part(text, None, ids)
+        return Part(text, reporter.push(ids, (self.relay.notes.get(seq, "") for seq in range(before, after))), ids)
+
+    def _open(self, part: Part) -> Part:
+        """Put the opening before the first part that is shown: by then its token's note is final."""
+        if self._opened or self._view.opening is None:
+            return part
+        self._opened = True
+        return self._view.opening(self.first_note) + part
 
     @property
     def first_note(self) -> Note:

@@ -83,7 +83,7 @@ class Service:
         limits = await self.fleet.limits(self.tokenizer.context_len)
         work = partial(resolve, request, self.tokenizer, limits, spare_seed=secrets.randbits(64))
         parts = await asyncio.to_thread(work) if long else work()
-        session = Session(self._links, self._renderer(request), parts)
+        session = Session(self._links, self._renderer(request), request, parts)
         self.sessions.add(session)
         return session
 
@@ -95,8 +95,16 @@ class Service:
             created=int(time.time()),
             model=self.config.served_model_name,
             system_fingerprint=self.fingerprint,
-            include_usage=request.include_usage,
+            include_usage=request.stream_options.include_usage,
+            continuous_usage=request.stream_options.continuous_usage,
+            token_ids=request.return_token_ids,
+            service_tier=_tier(request.service_tier) if isinstance(request, ChatRequest) else None,
         )
+
+
+def _tier(asked: str | None) -> str | None:
+    """The tier that an answer names: `auto` is the default one."""
+    return "default" if asked == "auto" else asked
 
 
 def service_of(request: Request) -> Service:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from prelay_queue import failpoints
-from prelay_text.render import DONE, comment, frame
+from prelay_text.render import DONE, Part, comment, frame
 
 from .choice import Choice
 from .outcome import INTERNAL, failure
@@ -33,9 +33,9 @@ async def frames(session: Session, keep_alive_s: float) -> AsyncGenerator[bytes,
     Tokens go into the assembler only here, so what waits while a client does not read counts as undelivered.
     """
     render = session.renderer
-    if render.chat:
-        for choice in session.choices:
-            yield frame(session.cursor(), render.role_chunk(choice.index))
+    for choice in session.choices:
+        if (first := render.first_chunk(choice.index, choice.spec.prompt_ids, session.usage_so_far)) is not None:
+            yield frame(session.cursor(), first)
     while True:
         for choice in session.choices:
             if choice.relay.pending:
@@ -60,15 +60,17 @@ def _next_of(session: Session, choice: Choice) -> Iterator[bytes]:
     render = session.renderer
     part = choice.deliver()
     if part.text:
-        yield frame(session.cursor(), render.text_chunk(choice.index, part.text, part.reports))
+        yield frame(session.cursor(), render.text_chunk(choice.index, part, session.usage_so_far))
     end = choice.relay.end
     if end is None or choice.told_end or choice.relay.pending or failure(end):
         return
-    part = choice.finish(end.reason)
+    part = choice.finish()
     if part.text:
-        yield frame(session.cursor(), render.text_chunk(choice.index, part.text, part.reports))
+        yield frame(session.cursor(), render.text_chunk(choice.index, part, session.usage_so_far))
+        part = Part("")
     choice.told_end = True
-    yield frame(session.cursor(), render.finish_chunk(choice.index, end.reason, None if part.text else part.reports))
+    last = render.finish_chunk(choice.index, choice.finish_reason, part, session.usage_so_far)
+    yield frame(session.cursor(), last)
 
 
 class EventStream(Response):

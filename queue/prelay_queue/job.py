@@ -57,6 +57,7 @@ class Sampling:
     min_tokens: int = 0  # before so many tokens, neither an end token nor a stop ends the answer
     logprobs: int = -1  # how many of the likeliest tokens are reported with each token; -1: not even its own
     prompt_logprobs: int = -1  # the same for the prompt's tokens
+    skip_special_tokens: bool = True  # False: they are part of the text, also for stop strings
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ def _check_types(spec: JobSpec) -> None:
         raise TypeError("temperature, top_p, min_p, penalties and biases must be numbers")
     if not all(sampling.bad_words):
         raise TypeError("a bad word must have a token")
-    if type(sampling.ignore_eos) is not bool:
-        raise TypeError("ignore_eos must be true or false")
+    if not all(type(each) is bool for each in (sampling.ignore_eos, sampling.skip_special_tokens)):
+        raise TypeError("ignore_eos and skip_special_tokens must be true or false")
 
 
 @dataclass(frozen=True, slots=True)

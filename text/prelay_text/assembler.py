@@ -43,12 +43,14 @@ class Assembler:
         stop_token_ids: Collection[int] = (),
         min_tokens: int = 0,
         continues: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._continues = continues
+        self._skip_special_tokens = skip_special_tokens
         self._sent = 0  # characters handed out
         self.delivered = 0
         self.finished: FinishReason | None = None
@@ -64,6 +66,7 @@ class Assembler:
             stop_token_ids=self._stop_token_ids,
             min_tokens=self._min_tokens,
             continues=self._continues,
+            skip_special_tokens=self._skip_special_tokens,
         )
 
     @property

@@ -1,30 +1,49 @@
-"""Checks of `messages`, `prompt` and `stream_options`: the parameters with an inner structure."""
+"""Checks of `messages`, `prompt`, `stream_options` and the template's arguments: what has an inner structure."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .checks import boolean, encodable, is_int, text, token_ids, wrong_type, wrong_value
+from .checks import boolean, encodable, is_int, text, token_ids, too_many, wrong_type, wrong_value
 from .errors import RequestError
-from .request import Message
-from .template import text_of
+from .request import MAX_CHOICES, Message, Prompt, StreamOptions
+from .template import RESERVED_NAMES, text_of
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TOOL_ROLES = ("tool", "function")
 _name = text(1, 64)
 
 
-def prompt(name: str, value: Any) -> str | tuple[int, ...]:
-    """A string, or a non-empty list of token ids."""
+_PROMPT = "a string, a list of token ids, or a list of such prompts"
+
+
+def prompts(name: str, value: Any) -> tuple[Prompt, ...]:
+    """One prompt, as a string or a list of token ids, or a list of prompts that are all of one kind."""
     if isinstance(value, str):
-        return encodable(name, value)
+        return (encodable(name, value),)
     if not isinstance(value, list):
-        raise wrong_type(name, "a string or a list of token ids", value)
+        raise wrong_type(name, _PROMPT, value)
     if not value:
-        raise wrong_value(name, "a string or a non-empty list of token ids", value)
-    if isinstance(value[0], str | list):
-        message = f"{name} is a list of prompts, which is not implemented: send one request for each"
-        raise RequestError(message, param=name, code="unsupported_value")
+        raise wrong_value(name, "a string or a non-empty list", value)
+    if not isinstance(value[0], str | list):
+        return (token_ids()(name, value),)
+    if len(value) > MAX_CHOICES:
+        raise too_many(name, MAX_CHOICES, value)
+    one = _text_prompt if isinstance(value[0], str) else _id_prompt
+    return tuple(one(f"{name}[{index}]", item) for index, item in enumerate(value))
+
+
+def _text_prompt(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(name, "a string, as the first prompt is", value)
+    return encodable(name, value)
+
+
+def _id_prompt(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise wrong_type(name, "a list of token ids, as the first prompt is", value)
+    if not value:
+        raise wrong_value(name, "a non-empty list of token ids", value)
     return tuple(token_ids()(name, value))
 
 
@@ -88,8 +107,8 @@ def _refuse_others(name: str, value: dict[str, Any], known: tuple[str, ...]) -> 
             raise _unsupported(f"{name}.{key}", "is not implemented")
 
 
-def stream_options(name: str, value: Any) -> bool:
-    """`include_usage`, the one option there is."""
+def stream_options(name: str, value: Any) -> StreamOptions:
+    """The options of a stream: `include_usage`, and `continuous_usage_stats`, which needs it."""
     if not isinstance(value, dict):
         raise wrong_type(name, "an object", value)
     for key, item in value.items():
@@ -97,11 +116,34 @@ def stream_options(name: str, value: Any) -> bool:
             continue
         if key == "include_obfuscation":
             raise _unsupported(f"{name}.{key}", "is not implemented: frames are sent as they are")
-        if key != "include_usage":
+        if key not in ("include_usage", "continuous_usage_stats"):
             message = f"{name}.{key} is not a known option"
             raise RequestError(message, param=f"{name}.{key}", code="unknown_parameter")
-    include = value.get("include_usage")
-    return False if include is None else boolean(f"{name}.include_usage", include)
+    include = _option(name, value, "include_usage")
+    continuous = _option(name, value, "continuous_usage_stats")
+    if continuous and not include:
+        param = f"{name}.continuous_usage_stats"
+        message = f"{param} is true, but {name}.include_usage must be true for it"
+        raise RequestError(message, param=param, code="invalid_value")
+    return StreamOptions(include, continuous)
+
+
+def _option(name: str, options: dict[str, Any], key: str) -> bool:
+    value = options.get(key)
+    return False if value is None else boolean(f"{name}.{key}", value)
+
+
+def template_arguments(name: str, value: Any) -> dict[str, Any]:
+    """An object of arguments for the model's chat template, of names that the server does not set itself."""
+    if not isinstance(value, dict):
+        raise wrong_type(name, "an object", value)
+    for key in value:
+        if not key.isidentifier():
+            raise wrong_value(f"a key of {name}", "a name that a template can read", key)
+        if key in RESERVED_NAMES:
+            message = f"{name}.{key} cannot be set: this name is the server's own"
+            raise RequestError(message, param=f"{name}.{key}", code="invalid_value")
+    return dict(value)
 
 
 def _unsupported(param: str, why: str) -> RequestError:

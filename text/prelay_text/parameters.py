@@ -14,8 +14,9 @@ from typing import Any
 
 from prelay_queue.job import Priority
 
-from . import checks, messages
+from . import checks, messages, refusals
 from .checks import Check
+from .request import MAX_CHOICES, StreamOptions
 
 
 class Route(Flag):
@@ -40,8 +41,6 @@ MAX_DEADLINE_MS = 86_400_000
 SERVICE_TIERS = {"auto": None, "default": None, "priority": Priority.INTERACTIVE, "flex": Priority.BATCH}
 #: More than this leaves nothing of the logits' order.
 MAX_REPETITION_PENALTY = 10
-#: Choices of one request.
-MAX_CHOICES = 16
 #: Entries of `metadata`, characters of a key and of a value: OpenAI's limits.
 MAX_METADATA = (16, 64, 512)
 #: Characters of `model` and of `user`.
@@ -79,11 +78,14 @@ _TEXT_ONLY = "is not implemented: the models served here read and write text"
 PARAMETERS = (
     # Implemented
     Parameter("model", checks.text(1, MAX_NAME_CHARS), required=True),
-    Parameter("prompt", messages.prompt, required=True, route=_COMPLETION),
+    Parameter("prompt", messages.prompts, required=True, route=_COMPLETION),
     Parameter("messages", messages.messages, required=True, route=_CHAT),
-    Parameter("max_tokens", checks.integer(1)),
+    Parameter("max_tokens", checks.integer(0), route=_COMPLETION),
+    Parameter("max_tokens", checks.integer(1), route=_CHAT),
     Parameter("max_completion_tokens", checks.integer(1), route=_CHAT),
     Parameter("n", checks.integer(1, MAX_CHOICES), 1),
+    Parameter("best_of", checks.integer(1, MAX_CHOICES), route=_COMPLETION),
+    Parameter("echo", checks.boolean, False, route=_COMPLETION),
     Parameter("temperature", checks.number(0, 2), 1.0),
     Parameter("top_p", checks.number(0, 1, above=True), 1.0),
     Parameter("top_k", checks.integer(-1, 2**31 - 1), 0),
@@ -104,17 +106,19 @@ PARAMETERS = (
     Parameter("prompt_logprobs", checks.integer(0, MAX_LOGPROBS)),
     Parameter("priority", checks.one_of({priority.value: priority for priority in Priority})),
     Parameter("deadline_ms", checks.integer(1, MAX_DEADLINE_MS)),
-    Parameter("service_tier", checks.one_of(SERVICE_TIERS), route=_CHAT),
+    Parameter("service_tier", checks.one_of({tier: tier for tier in SERVICE_TIERS}), route=_CHAT),
     Parameter("stream", checks.boolean, False),
-    Parameter("stream_options", messages.stream_options, False),
+    Parameter("stream_options", messages.stream_options, StreamOptions()),
+    Parameter("skip_special_tokens", checks.boolean, True),
+    Parameter("return_token_ids", checks.boolean, False),
+    Parameter("add_generation_prompt", checks.boolean, route=_CHAT),
+    Parameter("continue_final_message", checks.boolean, False, route=_CHAT),
+    Parameter("chat_template_kwargs", messages.template_arguments, MappingProxyType({}), route=_CHAT),
     # Accepted without effect
     Parameter("user", checks.text(0, MAX_NAME_CHARS)),
     Parameter("metadata", checks.text_map(*MAX_METADATA), MappingProxyType({})),
     # Refused
     _refused("suffix", "is not implemented: the models served here do not fill in", "", route=_COMPLETION),
-    _refused("echo", "is not implemented: the prompt is not repeated", False, route=_COMPLETION),
-    _refused("best_of", "is not implemented: choices are not ranked, use n", 1, route=_COMPLETION),
-    _refused("skip_special_tokens", "is not implemented: special tokens are never shown", True),
     _refused("tools", _NO_TOOLS, [], route=_CHAT),
     _refused("tool_choice", _NO_TOOLS, "none", "auto", route=_CHAT),
     _refused("parallel_tool_calls", _NO_TOOLS, True, route=_CHAT),
@@ -133,6 +137,9 @@ PARAMETERS = (
     _refused("prompt_cache_key", "is not implemented: caching takes no hints", route=_CHAT),
     _refused("prompt_cache_options", "is not implemented: caching takes no hints", route=_CHAT),
     _refused("prompt_cache_retention", "is not implemented: caching takes no hints", route=_CHAT),
+    *(_refused(*row) for row in refusals.OF_BOTH),
+    *(_refused(*row, route=_COMPLETION) for row in refusals.OF_COMPLETIONS),
+    *(_refused(*row, route=_CHAT) for row in refusals.OF_CHATS),
 )
 
 _BY_ROUTE: Mapping[Route, Mapping[str, Parameter]] = {

@@ -20,7 +20,11 @@ OF_BOTH: tuple[Row, ...] = (
     ("length_penalty", _NO_BEAMS, 1.0),
     ("watermarking", "is not implemented: answers carry no mark", False),
     ("include_stop_str_in_output", "is not implemented: the text ends before the stop string", False),
-    ("spaces_between_special_tokens", "is not implemented: special tokens are joined as the tokenizer joins them", True),
+    (
+        "spaces_between_special_tokens",
+        "is not implemented: special tokens are joined as the tokenizer joins them",
+        True,
+    ),
     ("truncate_prompt_tokens", _NO_CUTS),
     ("truncation_side", _NO_CUTS),
     ("logprob_token_ids", "is not implemented: the likeliest tokens are reported"),

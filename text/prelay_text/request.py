@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prelay_queue.job import Priority
+
+#: Choices of one request, over all its prompts.
+MAX_CHOICES = 128
+
+#: Text, or the ids that it becomes.
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Where a stream tells its usage: at its end, and in every chunk. A whole answer always has it."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +48,37 @@ class Request:
     bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
     prompt_logprobs: int | None = None  # None: the prompt's tokens are not reported
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
     priority: Priority = Priority.NORMAL
     deadline_ms: int | None = None  # from its arrival to its end; None: whenever
     stream: bool = False
-    include_usage: bool = False  # of the stream; an answer in one piece always has its usage
+    stream_options: StreamOptions = StreamOptions()
     user: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest(Request):
-    """One prompt, as text or as token ids; the answer goes on from it."""
+    """Prompts, as text or as token ids; each answer goes on from its prompt.
 
-    prompt: str | tuple[int, ...]
+    `max_tokens` 0 (with `echo` only) asks for the prompt alone. `best_of` None: as many as `n`.
+    """
+
+    prompts: tuple[Prompt, ...]
     logprobs: int | None = None  # likeliest tokens reported beside each; None: nothing is reported
+    echo: bool = False
+    best_of: int | None = None
+
+    @property
+    def candidates(self) -> int:
+        """How many answers are computed for each prompt; the `n` likeliest of them are shown."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def prompt_only(self) -> bool:
+        """No answer is asked for."""
+        return self.max_tokens == 0
 
     @property
     def reported(self) -> int | None:
@@ -73,6 +105,20 @@ class ChatRequest(Request):
     messages: tuple[Message, ...]
     logprobs: bool = False
     top_logprobs: int | None = None
+    service_tier: str | None = None  # as the client named it
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> int:
+        """How many answers are computed: all of them are shown."""
+        return self.n
+
+    @property
+    def prompt_only(self) -> bool:
+        """A chat is always answered."""
+        return False
 
     @property
     def reported(self) -> int | None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prelay_queue.job import Priority, Sampling
 
 from .checks import show
+from .echo import Echo, echo_of
 from .errors import RequestError
-from .request import ChatRequest, CompletionRequest
+from .request import ChatRequest, CompletionRequest, Prompt
 from .tokenizer import Tokenizer
 
 _SEED_MASK = 2**64 - 1
+
+#: Tokens of the prompts of all choices of one request together; each choice is a job with a prompt of its own.
+MAX_PROMPT_TOKENS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +41,52 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """What a JobSpec needs beside its id."""
+    """What a JobSpec needs beside its id. `choice` counts through the candidates of all prompts.
+
+    `echo` is the prompt as it is repeated before the answer, if the request asks for it.
+    """
 
     choice: int
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     priority: Priority
+    echo: Echo | None = None
 
 
 def resolve(
     request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, limits: Limits, *, spare_seed: int
 ) -> list[JobPart]:
-    """One part for each of the n choices. `spare_seed`: 64 random bits, used when the request has no seed.
+    """One part for each candidate of each prompt. `spare_seed`: 64 random bits, used when the request has no seed.
 
-    Raise RequestError when ids are not of the vocabulary, the prompt is empty, or it does not fit.
+    A prompt's answers do not depend on the other prompts: with a seed they are those of a request for it alone.
+    Raise RequestError when ids are not of the vocabulary, a prompt is empty, or it does not fit.
     """
-    ids = prompt_ids(request, tokenizer)
     _check_ids("stop_token_ids", request.stop_token_ids, tokenizer)
     _check_ids("logit_bias", tuple(token for token, _ in request.logit_bias), tokenizer)
-    max_tokens = _room(request, len(ids), limits)
-    if request.min_tokens > max_tokens:
-        message = f"min_tokens is {request.min_tokens}, more than the {max_tokens} tokens that the answer may have"
-        raise RequestError(message, param="min_tokens", code="invalid_value")
     bad_words = _bad_words(request.bad_words, tokenizer)
     seed = spare_seed if request.seed is None else request.seed
-    return [
-        JobPart(choice, ids, _sampling(request, max_tokens, choice_seed(seed, choice), bad_words), request.priority)
-        for choice in range(request.n)
-    ]
+    parts: list[JobPart] = []
+    tokens = 0
+    for name, given in _prompts(request, tokenizer):
+        ids = prompt_ids(name, given, tokenizer)
+        tokens += len(ids) * request.candidates
+        if tokens > MAX_PROMPT_TOKENS:
+            message = f"{name}: the prompts of all choices have {tokens} tokens up to here; at most {MAX_PROMPT_TOKENS}"
+            raise RequestError(message, param=name, code="invalid_value")
+        max_tokens = _room(request, name, len(ids), limits)
+        echo = _echo(request, given, ids, tokenizer)
+        for candidate in range(request.candidates):
+            sampling = _sampling(request, max_tokens, choice_seed(seed, candidate), bad_words)
+            parts.append(JobPart(len(parts), ids, sampling, request.priority, echo))
+    return parts
+
+
+def _echo(
+    request: CompletionRequest | ChatRequest, given: Prompt, ids: tuple[int, ...], tokenizer: Tokenizer
+) -> Echo | None:
+    if isinstance(request, ChatRequest) or not request.echo:
+        return None
+    return echo_of(ids, given if isinstance(given, str) else None, tokenizer)
 
 
 def _bad_words(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
@@ -78,16 +101,30 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(hashlib.blake2b(message, digest_size=8, person=b"prelay-choice").digest(), "little")
 
 
-def prompt_ids(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that the model reads. A text prompt gets the tokenizer's BOS, a chat its template's."""
+def _prompts(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer) -> Iterator[tuple[str, Prompt]]:
+    """Each prompt and its name in error messages; that of a chat as ids, for its text has its BOS already."""
     if isinstance(request, ChatRequest):
-        name = "messages"
-        text = tokenizer.template.render([message.as_dict() for message in request.messages])
-        ids = tuple(tokenizer.encode(text))
+        yield "messages", chat_ids(request, tokenizer)
+    elif len(request.prompts) == 1:
+        yield "prompt", request.prompts[0]
     else:
-        name = "prompt"
-        given = request.prompt
-        ids = given if isinstance(given, tuple) else tuple(tokenizer.encode(given, add_special_tokens=True))
+        yield from ((f"prompt[{index}]", prompt) for index, prompt in enumerate(request.prompts))
+
+
+def chat_ids(request: ChatRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids of a conversation as the model's template writes it, BOS and all."""
+    messages = [message.as_dict() for message in request.messages]
+    template, arguments = tokenizer.template, request.chat_template_kwargs
+    if request.continue_final_message:
+        text = template.render_open(messages, arguments)
+    else:
+        text = template.render(messages, request.add_generation_prompt, arguments)
+    return tuple(tokenizer.encode(text))
+
+
+def prompt_ids(name: str, given: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that the model reads: a text gets the tokenizer's BOS, ids are taken as they are."""
+    ids = given if isinstance(given, tuple) else tuple(tokenizer.encode(given, add_special_tokens=True))
     if not ids:
         raise RequestError(f"{name} is empty: it gives no token to start from", param=name, code="invalid_value")
     _check_ids(name, ids, tokenizer)
@@ -103,9 +140,8 @@ def _check_ids(name: str, ids: tuple[int, ...], tokenizer: Tokenizer) -> None:
     raise RequestError(message, param=name, code="invalid_value")
 
 
-def _room(request: CompletionRequest | ChatRequest, prompt: int, limits: Limits) -> int:
-    """How many tokens the answer may have."""
-    name = "messages" if isinstance(request, ChatRequest) else "prompt"
+def _room(request: CompletionRequest | ChatRequest, name: str, prompt: int, limits: Limits) -> int:
+    """How many tokens the answer may have; of one that is not asked for, a job makes one token that nobody sees."""
     room = limits.tokens - prompt
     if room < 1:
         message = f"{name} has {prompt} tokens, which leaves no room for an answer in {limits.name}"
@@ -117,7 +153,11 @@ def _room(request: CompletionRequest | ChatRequest, prompt: int, limits: Limits)
             f"more than {limits.name}"
         )
         raise RequestError(message, param="max_tokens", code="context_length_exceeded")
-    return room if wanted is None else wanted
+    allowed = room if wanted is None else max(wanted, 1)
+    if request.min_tokens > allowed:
+        message = f"min_tokens is {request.min_tokens}, more than the {allowed} tokens that the answer may have"
+        raise RequestError(message, param="min_tokens", code="invalid_value")
+    return allowed
 
 
 def _sampling(
@@ -139,6 +179,20 @@ def _sampling(
         logit_bias=request.logit_bias,
         bad_words=bad_words,
         min_tokens=request.min_tokens,
-        logprobs=-1 if request.reported is None else request.reported,
-        prompt_logprobs=-1 if request.prompt_logprobs is None else request.prompt_logprobs,
+        logprobs=_logprobs(request),
+        prompt_logprobs=_prompt_logprobs(request),
+        skip_special_tokens=request.skip_special_tokens,
     )
+
+
+def _logprobs(request: CompletionRequest | ChatRequest) -> int:
+    """What each token of the answer comes with: what the client asks for, and what ranks candidates."""
+    if request.reported is not None:
+        return request.reported
+    return 0 if request.candidates > request.n else -1
+
+
+def _prompt_logprobs(request: CompletionRequest | ChatRequest) -> int:
+    """What each token of the prompt comes with, for its own field and for its echo."""
+    echoed = request.reported if isinstance(request, CompletionRequest) and request.echo else None
+    return max((each for each in (request.prompt_logprobs, echoed) if each is not None), default=-1)

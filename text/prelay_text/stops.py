@@ -97,7 +97,7 @@ class StopMatcher:
 
     A stop string that is the text of a special token ("<|im_end|>") matches that token, though the
     token gives no text; text that spells it out matches too. A longer string around a special token
-    matches only as text.
+    matches only as text, which special tokens are part of where they are not skipped.
 
     What the first `min_tokens` tokens complete does not count; what a later one completes does, wherever it begins.
 
@@ -112,9 +112,10 @@ class StopMatcher:
         stop_token_ids: Collection[int] = (),
         min_tokens: int = 0,
         continues: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._deaf = min_tokens  # so many tokens from now on end nothing
-        self._detokenizer = Detokenizer(tokenizer, continues=continues)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, continues=continues)
         self._scanner = StopScanner(stops)
         self._ends: dict[int, str | None] = dict.fromkeys(stop_token_ids)
         self._ends.update(_special_stops(stops, tokenizer))

@@ -19,6 +19,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import RequestError
 
+#: What a template is given under these names is the server's choice.
+RESERVED_NAMES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception"}
+)
+
+#: Stands behind the message that an answer is to go on from, to find its end in the prompt: no text holds it,
+#: and no template changes it.
+_END_MARK = "\ue000end\ue001of\ue000message\ue001"
+
 
 class _Generation(Extension):
     """Accepts `{% generation %}` blocks, which mark assistant text for training, as plain text."""
@@ -49,8 +58,16 @@ class ChatTemplate:
             except jinja2.TemplateError as error:
                 self._missing = f"this model's chat template does not compile: {error}"
 
-    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt's text. Whatever the template raises is the request's fault: RequestError, 400."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. Whatever the template raises is the request's fault: RequestError, 400.
+
+        `arguments` are for the template (chat_template_kwargs); they come before the model's own special tokens.
+        """
         if self._template is None:
             raise RequestError(self._missing, param="messages", code="no_chat_template")
         try:
@@ -59,11 +76,21 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
-                **self._tokens,
+                **{**self._tokens, **(arguments or {})},
             )
         except Exception as error:  # a template may raise anything; a 500 would blame the server
             message = f"messages: the model's chat template refuses them: {error}"
             raise RequestError(message, param="messages", code="chat_template_error") from None
+
+    def render_open(self, messages: Sequence[Mapping[str, str]], arguments: Mapping[str, Any] | None = None) -> str:
+        """The prompt's text up to the end of the last message's content, for an answer that goes on with it."""
+        last = messages[-1]
+        marked = [*messages[:-1], {**last, "content": last["content"] + _END_MARK}]
+        text, found, _ = self.render(marked, False, arguments).rpartition(_END_MARK)
+        if not found:
+            message = "continue_final_message: the model's chat template does not show the last message as it is"
+            raise RequestError(message, param="continue_final_message", code="chat_template_error")
+        return text.replace(_END_MARK, "")
 
     def _message(self, message: Mapping[str, str]) -> dict[str, str]:
         # Templates older than the role "developer" know it as "system".

@@ -8,14 +8,21 @@ from prelay_queue.job import Priority
 
 from .checks import show
 from .errors import RequestError
-from .parameters import Parameter, Route, parameters_of
-from .request import ChatRequest, CompletionRequest
+from .parameters import SERVICE_TIERS, Parameter, Route, parameters_of
+from .request import MAX_CHOICES, ChatRequest, CompletionRequest
 
 
 def completion_request(body: object) -> CompletionRequest:
     """Check the body of /v1/completions. Raise RequestError for the first parameter that is wrong."""
     values = _values(body, Route.COMPLETION)
-    return CompletionRequest(prompt=values.pop("prompt"), **_common(values))
+    values["priority"] = values["priority"] or Priority.NORMAL
+    request = CompletionRequest(prompts=values.pop("prompt"), **_common(values))
+    _check_ranked(request)
+    _check_count("best_of" if request.best_of else "n", request.candidates, len(request.prompts))
+    if request.prompt_only and not request.echo:
+        message = "max_tokens is 0, which asks for nothing unless echo is true"
+        raise RequestError(message, param="max_tokens", code="invalid_value")
+    return request
 
 
 def chat_request(body: object) -> ChatRequest:
@@ -30,21 +37,46 @@ def chat_request(body: object) -> ChatRequest:
     if values["top_logprobs"] and not values["logprobs"]:
         message = f"top_logprobs is {values['top_logprobs']}, but logprobs must be true for it"
         raise RequestError(message, param="top_logprobs", code="invalid_value")
+    values["priority"] = _class(values["priority"], values["service_tier"])
+    begin, resume = values["add_generation_prompt"], values["continue_final_message"]
+    if begin and resume:
+        message = "add_generation_prompt and continue_final_message exclude each other: only one can be true"
+        raise RequestError(message, param="continue_final_message", code="invalid_value")
+    values["add_generation_prompt"] = not resume if begin is None else begin
     return ChatRequest(messages=values.pop("messages"), **_common(values))
+
+
+def _check_ranked(request: CompletionRequest) -> None:
+    if request.candidates < request.n:
+        message = f"best_of must be at least n, which is {request.n}, not {request.best_of}"
+    elif request.stream and request.candidates > request.n:
+        message = (
+            f"best_of is {request.best_of} and n {request.n}: the best are known at the end, so stream must be false"
+        )
+    else:
+        return
+    raise RequestError(message, param="best_of", code="invalid_value")
+
+
+def _check_count(name: str, candidates: int, prompts: int) -> None:
+    if candidates * prompts > MAX_CHOICES:
+        message = (
+            f"{prompts} prompts with {name} {candidates} are {candidates * prompts} choices, more than {MAX_CHOICES}"
+        )
+        raise RequestError(message, param=name, code="invalid_value")
 
 
 def _common(values: dict[str, Any]) -> dict[str, Any]:
     values["top_k"] = max(values["top_k"], 0)  # -1 is another way to say off
-    values["include_usage"] = values.pop("stream_options")
-    values["priority"] = _class(values["priority"], values.pop("service_tier", None))
     if values["stream"] and values["prompt_logprobs"] is not None:
         message = "prompt_logprobs come with the whole answer, not with a stream: send stream false"
         raise RequestError(message, param="prompt_logprobs", code="invalid_value")
     return values
 
 
-def _class(priority: Priority | None, tier: Priority | None) -> Priority:
-    """The class of the request: `tier` is that of its service_tier."""
+def _class(priority: Priority | None, service_tier: str | None) -> Priority:
+    """The class that a chat asks for, in our words or OpenAI's."""
+    tier = None if service_tier is None else SERVICE_TIERS[service_tier]
     if priority is not None and tier is not None and priority is not tier:
         message = f"priority {priority} and the service_tier, which is {tier} here, disagree: send one of them"
         raise RequestError(message, param="service_tier", code="invalid_value")

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from prelay_queue.client import AsyncQueue, translate
 from prelay_queue.scripts import text
 from prelay_queue.state import State
-from prelay_text.parameters import MAX_CHOICES
+from prelay_text.request import MAX_CHOICES
 
 from ..fleet import read_fleet
 from ..outcome import Failure

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from prelay_api.choice import Choice
+from prelay_api.choice import Choice, View
 from prelay_api.hub import Hub
 from prelay_queue.client import AsyncQueue
 from prelay_queue.job import JobSpec, Sampling
@@ -18,7 +18,7 @@ from prelay_text.assembler import Assembler
 async def test_a_closed_choice_stops_relaying_though_its_cancellation_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(AsyncQueue(QueueSettings("unix:///nowhere/redis.sock", "test")))
     job = NewJob(JobSpec("r/0", (1, 2), Sampling(5)), "api#token")
-    choice = Choice(hub, job, cast(Assembler, None), None, keep_delivered=True, changed=lambda: None)
+    choice = Choice(hub, job, cast(Assembler, None), View(), keep_delivered=True, changed=lambda: None)
     waiting = asyncio.Event()
 
     async def wait() -> tuple[list[Any], bool]:

@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prelay_text.render import (
     DONE,
     Choice,
+    Part,
     Renderer,
     Usage,
     comment,
@@ -36,7 +37,7 @@ def bodies(frames: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def test_a_chat_answer_is_read_by_the_official_client() -> None:
-    choices = [Choice(1, "b", "length"), Choice(0, "aé", "stop")]
+    choices = [Choice(1, Part("b"), "length"), Choice(0, Part("aé"), "stop")]
     body = renderer(chat=True).answer(choices, Usage(3, 7))
     answer = ChatCompletion.model_validate_json(body, strict=True)
     assert (answer.id, answer.created, answer.model, answer.system_fingerprint) == ("req-1", 1_700_000_000, "m", "fp")
@@ -50,7 +51,7 @@ def test_a_chat_answer_is_read_by_the_official_client() -> None:
 
 def test_a_completion_answer_is_read_by_the_official_client() -> None:
     answer = Completion.model_validate_json(
-        renderer(chat=False).answer([Choice(0, "a", "stop")], Usage(3, 7)), strict=True
+        renderer(chat=False).answer([Choice(0, Part("a"), "stop")], Usage(3, 7)), strict=True
     )
     assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == ("text_completion", "a", "stop")
     assert answer.usage is not None
@@ -59,7 +60,9 @@ def test_a_completion_answer_is_read_by_the_official_client() -> None:
 
 def test_the_chunks_of_a_chat_are_read_by_the_official_client() -> None:
     r = renderer(chat=True)
-    raw = [r.role_chunk(2), r.text_chunk(2, "é\n"), r.finish_chunk(2, "stop")]
+    first = r.first_chunk(2, (1, 2))
+    assert first is not None
+    raw = [first, r.text_chunk(2, Part("é\n")), r.finish_chunk(2, "stop", Part(""))]
     chunks = [ChatCompletionChunk.model_validate_json(body, strict=True) for body in raw]
     assert [chunk.choices[0].index for chunk in chunks] == [2, 2, 2]
     assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant", None, None]
@@ -71,7 +74,7 @@ def test_the_chunks_of_a_chat_are_read_by_the_official_client() -> None:
 
 def test_the_chunks_of_a_completion_are_read_by_the_official_client() -> None:
     r = renderer(chat=False)
-    raw = [r.text_chunk(0, "a"), r.finish_chunk(0, "length")]
+    raw = [r.text_chunk(0, Part("a")), r.finish_chunk(0, "length", Part(""))]
     # The client's model says finish_reason is never null, the API sends null until the end: not strict
     assert [(body["object"], body["choices"][0]["text"]) for body in bodies(raw)] == [
         ("text_completion", "a"),
@@ -83,9 +86,9 @@ def test_the_chunks_of_a_completion_are_read_by_the_official_client() -> None:
 @pytest.mark.parametrize("chat", [True, False])
 def test_usage_comes_in_a_chunk_of_its_own_and_only_when_asked_for(chat: bool) -> None:
     asked, plain = renderer(chat, include_usage=True), renderer(chat)
-    for chunk in bodies([asked.text_chunk(0, "a"), asked.finish_chunk(0, "stop")]):
+    for chunk in bodies([asked.text_chunk(0, Part("a")), asked.finish_chunk(0, "stop", Part(""))]):
         assert chunk["usage"] is None
-    for chunk in bodies([plain.text_chunk(0, "a"), plain.finish_chunk(0, "stop")]):
+    for chunk in bodies([plain.text_chunk(0, Part("a")), plain.finish_chunk(0, "stop", Part(""))]):
         assert "usage" not in chunk
     (last,) = bodies([asked.usage_chunk(Usage(5, 9, 3))])
     assert last["choices"] == []
@@ -95,7 +98,7 @@ def test_usage_comes_in_a_chunk_of_its_own_and_only_when_asked_for(chat: bool) -
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 3},
     }
-    (whole,) = bodies([plain.answer([Choice(0, "a", "stop")], Usage(5, 9, 3))])
+    (whole,) = bodies([plain.answer([Choice(0, Part("a"), "stop")], Usage(5, 9, 3))])
     assert whole["usage"] == last["usage"]
 
 
@@ -115,7 +118,7 @@ def test_a_comment_rides_in_front_of_the_next_frame_and_makes_no_event() -> None
 
 def test_text_of_any_kind_stays_in_one_event() -> None:
     text = "line\nbreak\r\n\r\u2028 data: id: \0 é 😀"
-    (event,) = events(frame("1-0", renderer(chat=False).text_chunk(0, text)))
+    (event,) = events(frame("1-0", renderer(chat=False).text_chunk(0, Part(text))))
     assert event.json()["choices"][0]["text"] == text
 
 

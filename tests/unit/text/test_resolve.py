@@ -15,7 +15,9 @@ LIMITS = Limits(context_len=64)
 
 
 def parts(tokenizer: Tokenizer, limits: Limits = LIMITS, spare_seed: int = 1, **values: Any) -> list[JobPart]:
-    return resolve(CompletionRequest(model="m", **values), tokenizer, limits, spare_seed=spare_seed)
+    """The parts of a completion of one `prompt` or of several `prompts`."""
+    prompts = values.pop("prompts", None) or (values.pop("prompt"),)
+    return resolve(CompletionRequest(model="m", prompts=prompts, **values), tokenizer, limits, spare_seed=spare_seed)
 
 
 def test_each_choice_has_the_prompt_and_a_seed_of_its_own(byte_level: Tokenizer) -> None:

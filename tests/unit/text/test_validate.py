@@ -10,9 +10,10 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from prelay_queue.job import Priority
+from prelay_text import refusals
 from prelay_text.errors import RequestError
 from prelay_text.parameters import MAX_STOP_CHARS, PARAMETERS, Route, parameters_of
-from prelay_text.request import ChatRequest, CompletionRequest, Message
+from prelay_text.request import ChatRequest, CompletionRequest, Message, StreamOptions
 from prelay_text.validate import chat_request, completion_request
 
 USER = {"role": "user", "content": "hi"}
@@ -37,7 +38,7 @@ def refusal(call: Any, **values: Any) -> RequestError:
 
 
 def test_the_smallest_requests_have_the_defaults() -> None:
-    assert completion() == CompletionRequest(model="m", prompt="p")
+    assert completion() == CompletionRequest(model="m", prompts=("p",))
     assert chat() == ChatRequest(model="m", messages=(Message("user", "hi"),))
 
 
@@ -49,9 +50,9 @@ def test_everything_that_is_implemented_arrives() -> None:
         logit_bias={"5": -100, "7": 0.5}, bad_words="x",
     )  # fmt: skip
     assert request == CompletionRequest(
-        model="m", prompt=(1, 2), max_tokens=7, n=3, temperature=0.0, top_p=0.5, top_k=4, seed=-5, stop=("a", "b"),
-        stop_token_ids=(9,), ignore_eos=True, stream=True, include_usage=True, user="u", metadata={"k": "v"},
-        min_p=0.1, min_tokens=3, repetition_penalty=1.1, presence_penalty=-2.0, frequency_penalty=2.0,
+        model="m", prompts=((1, 2),), max_tokens=7, n=3, temperature=0.0, top_p=0.5, top_k=4, seed=-5, stop=("a", "b"),
+        stop_token_ids=(9,), ignore_eos=True, stream=True, stream_options=StreamOptions(True), user="u",
+        metadata={"k": "v"}, min_p=0.1, min_tokens=3, repetition_penalty=1.1, presence_penalty=-2.0, frequency_penalty=2.0,
         logit_bias=((5, -100.0), (7, 0.5)), bad_words=("x",),
     )  # fmt: skip
 
@@ -68,23 +69,27 @@ def test_null_means_the_default() -> None:
     [
         ("model", None, "model must be a string"),
         ("model", "", "of 1 to 512 characters, not of 0"),
-        ("prompt", None, "a string or a list of token ids, not null"),
-        ("prompt", [], "non-empty list of token ids"),
-        ("prompt", [""], "list of prompts, which is not implemented"),
-        ("prompt", ["a", "b"], "list of prompts, which is not implemented"),
-        ("prompt", [[1], [2]], "list of prompts, which is not implemented"),
+        ("prompt", None, "a string, a list of token ids, or a list of such prompts, not null"),
+        ("prompt", [], "a string or a non-empty list"),
+        ("prompt", ["a", [1]], "prompt[1] must be a string, as the first prompt is, not list [1]"),
+        ("prompt", [[1], "a"], "prompt[1] must be a list of token ids, as the first prompt is, not str 'a'"),
+        ("prompt", [[1], []], "prompt[1] must be a non-empty list of token ids"),
+        ("prompt", [[1], [2, "x"]], "prompt[1][1] must be a token id (an integer), not str 'x'"),
+        ("prompt", ["a"] * 129, "prompt may have up to 128 entries, not 129"),
         ("prompt", [1.5], "prompt[0] must be a token id (an integer), not float 1.5"),
         ("prompt", [1, True], "prompt[1] must be a token id (an integer), not bool True"),
         ("prompt", [1, "a"], "prompt[1]"),
         ("prompt", {"a": 1}, "prompt must be"),
         ("prompt", "a\ud800", "half of a surrogate pair at character 1"),
-        ("max_tokens", 0, "an integer of at least 1, not 0"),
-        ("max_tokens", -1, "an integer of at least 1, not -1"),
-        ("max_tokens", 1.0, "an integer of at least 1, not float 1.0"),
+        ("max_tokens", 0, "max_tokens is 0, which asks for nothing unless echo is true"),
+        ("max_tokens", -1, "an integer of at least 0, not -1"),
+        ("max_tokens", 1.0, "an integer of at least 0, not float 1.0"),
         ("max_tokens", True, "not bool True"),
         ("max_tokens", "5", "not str '5'"),
-        ("n", 0, "an integer from 1 to 16, not 0"),
-        ("n", 17, "an integer from 1 to 16, not 17"),
+        ("n", 0, "an integer from 1 to 128, not 0"),
+        ("n", 129, "an integer from 1 to 128, not 129"),
+        ("best_of", 129, "an integer from 1 to 128, not 129"),
+        ("echo", 1, "true or false, not int 1"),
         ("temperature", -0.1, "a number from 0 to 2, not -0.1"),
         ("temperature", 2.1, "a number from 0 to 2, not 2.1"),
         ("temperature", math.nan, "a number from 0 to 2, not nan"),
@@ -141,8 +146,7 @@ def test_a_wrong_value_is_named_with_its_limit(name: str, value: object, words: 
 
 
 REFUSED = {
-    "suffix": "x", "echo": True, "best_of": 2,
-    "skip_special_tokens": False, "tools": [{"type": "function"}], "tool_choice": "required",
+    "suffix": "x", "tools": [{"type": "function"}], "tool_choice": "required",
     "parallel_tool_calls": False, "functions": [{}], "function_call": {"name": "f"},
     "response_format": {"type": "json_object"}, "modalities": ["text", "audio"], "audio": {}, "prediction": {},
     "reasoning_effort": "low", "verbosity": "low", "web_search_options": {}, "moderation": {}, "store": True,
@@ -152,7 +156,8 @@ REFUSED = {
 
 
 def test_every_refused_row_has_an_example_below() -> None:
-    assert {row.name for row in PARAMETERS if row.check is None} == set(REFUSED)
+    of_vllm = {row[0] for row in (*refusals.OF_BOTH, *refusals.OF_COMPLETIONS, *refusals.OF_CHATS)}
+    assert {row.name for row in PARAMETERS if row.check is None} - of_vllm == set(REFUSED)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -274,8 +279,8 @@ def test_the_newer_name_of_max_tokens_counts_in_a_chat() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [True, False])
 def test_usage_is_included_only_when_asked_for(options: object, wanted: bool, stream: bool) -> None:
-    assert completion(stream_options=options, stream=stream).include_usage is wanted
-    assert completion().include_usage is False
+    assert completion(stream_options=options, stream=stream).stream_options == StreamOptions(wanted)
+    assert completion().stream_options == StreamOptions()
 
 
 def test_both_ways_to_switch_top_k_off_are_one() -> None:
@@ -323,3 +328,61 @@ def test_a_service_tier_that_says_nothing_leaves_the_class_and_one_that_says_ano
     assert "disagree" in refusal(chat, service_tier="priority", priority="batch").message
     assert "one of auto, default, priority, flex" in refusal(chat, service_tier="scale").message
     assert refusal(completion, service_tier="flex").code == "unknown_parameter"
+
+
+def test_the_best_of_more_candidates_are_shown_at_the_end_only() -> None:
+    assert (completion().candidates, completion(n=3).candidates, completion(n=2, best_of=5).candidates) == (1, 3, 5)
+    assert "best_of must be at least n, which is 3, not 2" in refusal(completion, n=3, best_of=2).message
+    error = refusal(completion, n=1, best_of=2, stream=True)
+    assert (error.param, "stream must be false" in error.message) == ("best_of", True)
+    assert completion(n=2, best_of=2, stream=True).candidates == 2
+
+
+@pytest.mark.parametrize(("values", "param"), [({"n": 65}, "n"), ({"best_of": 65}, "best_of")])
+def test_the_choices_of_all_prompts_together_are_limited(values: dict[str, int], param: str) -> None:
+    error = refusal(completion, prompt=["a", "b"], **values)
+    assert error.param == param
+    assert f"2 prompts with {param} 65 are 130 choices, more than 128" in error.message
+    assert completion(prompt=["a", "b"], n=64).candidates == 64
+
+
+def test_prompts_may_be_texts_or_lists_of_ids() -> None:
+    assert completion(prompt=["a", "b"]).prompts == ("a", "b")
+    assert completion(prompt=[[1], [2, 3]]).prompts == ((1,), (2, 3))
+    assert completion(prompt=[1, 2]).prompts == ((1, 2),)
+
+
+def test_an_answer_may_be_left_out_where_the_prompt_is_repeated() -> None:
+    assert completion(echo=True, max_tokens=0).prompt_only
+    assert not completion(echo=True, max_tokens=1).prompt_only
+    assert refusal(completion, max_tokens=0).param == "max_tokens"
+
+
+def test_usage_in_every_chunk_needs_usage_at_all() -> None:
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    assert chat(stream=True, stream_options=both).stream_options == StreamOptions(True, True)
+    error = refusal(chat, stream=True, stream_options={"continuous_usage_stats": True})
+    assert error.param == "stream_options.continuous_usage_stats"
+    assert "stream_options.include_usage must be true for it" in error.message
+
+
+def test_a_chat_begins_a_message_or_goes_on_with_the_last() -> None:
+    assert chat().add_generation_prompt
+    assert not chat(add_generation_prompt=False).add_generation_prompt
+    going_on = chat(continue_final_message=True)
+    assert (going_on.add_generation_prompt, going_on.continue_final_message) == (False, True)
+    error = refusal(chat, continue_final_message=True, add_generation_prompt=True)
+    assert error.param == "continue_final_message"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt", "raise_exception"])
+def test_a_template_argument_cannot_take_a_name_of_the_server(name: str) -> None:
+    error = refusal(chat, chat_template_kwargs={name: 1})
+    assert error.param == f"chat_template_kwargs.{name}"
+    assert chat(chat_template_kwargs={"enable_thinking": False}).chat_template_kwargs == {"enable_thinking": False}
+    assert "a name that a template can read" in refusal(chat, chat_template_kwargs={"a b": 1}).message
+
+
+def test_the_tier_is_kept_as_it_was_named() -> None:
+    assert (chat(service_tier="flex").service_tier, chat(service_tier="flex").priority) == ("flex", Priority.BATCH)
+    assert (chat(service_tier="auto").priority, chat().service_tier) == (Priority.NORMAL, None)

@@ -85,7 +85,13 @@ def _matcher_factory(config: WorkerConfig) -> MatcherFactory:
             return None
         # The job alone decides it, so that worker and API see the same text.
         continues = continues_text(claim.spec.prompt_ids, tokenizer)
-        matcher = StopMatcher(sampling.stop, tokenizer, min_tokens=sampling.min_tokens, continues=continues)
+        matcher = StopMatcher(
+            sampling.stop,
+            tokenizer,
+            min_tokens=sampling.min_tokens,
+            continues=continues,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
         for token in claim.ids:
             matcher.push(token)
         return matcher
