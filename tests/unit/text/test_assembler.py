@@ -208,6 +208,26 @@ def test_a_special_token_as_stop_string_ends_the_text(tokenizer: Tokenizer) -> N
     assert text + assembler.finish(FinishReason.STOP).text == tokenizer.decode(dog)
 
 
+def test_special_tokens_are_text_where_they_are_not_skipped(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("the"), 1, *tokenizer.encode("dog"), 2]
+    shown = Assembler(tokenizer, skip_special_tokens=False)
+    text = shown.push(ids).text + shown.finish(FinishReason.STOP).text  # type: ignore[union-attr]
+    assert text == tokenizer.decode(ids, skip_special_tokens=False)
+    assert "<s>" in text
+
+
+def test_a_stop_string_may_reach_over_a_special_token_that_is_shown(byte_level: Tokenizer) -> None:
+    ids = [*byte_level.encode("the"), 1, *byte_level.encode("dog")]
+    shown = Assembler(byte_level, ["e<s>d"], skip_special_tokens=False)
+    shown.push(ids)
+    shown.finish(FinishReason.STOP)
+    assert shown.match is not None
+    assert (shown.match.start, shown.match.stop) == (2, "e<s>d")
+    hidden = Assembler(byte_level, ["e<s>d"])
+    hidden.push(ids)
+    assert hidden.match is None
+
+
 def test_rewinding_what_was_delivered_is_refused_and_changes_nothing(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("the dog")
     assembler = Assembler(byte_level)

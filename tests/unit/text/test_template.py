@@ -107,3 +107,29 @@ def test_the_demo_models_template_is_chatml_with_its_system_message(demo_model: 
     text = Tokenizer.load(demo_model).template.render(HELLO)
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+TRIMMING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hi, I  "}]
+
+
+def test_the_prompt_may_end_with_the_last_message_to_the_letter() -> None:
+    """Blanks at its end stay, though the template cuts them; what earlier messages say does not matter."""
+    open_prompt = ChatTemplate(TRIMMING).render_open(TURNS)
+    assert open_prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhi, I  "
+    assert ChatTemplate(TRIMMING).render_open([TURNS[0], {"role": "assistant", "content": ""}]).endswith("assistant\n")
+
+
+def test_a_template_that_does_not_show_the_last_message_cannot_go_on_with_it() -> None:
+    with pytest.raises(RequestError, match="continue_final_message: the model's chat template does not show") as caught:
+        ChatTemplate("{{ messages[0].content }}").render_open(TURNS)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_arguments_reach_the_template_and_no_message_is_begun_unless_asked_for() -> None:
+    template = ChatTemplate("{{ thinking }}{{ bos_token }}{{ add_generation_prompt }}", {"bos_token": "<s>"})
+    assert template.render(TURNS, False, {"thinking": "on"}) == "on<s>False"
+    assert template.render(TURNS, arguments={"bos_token": "mine"}) == "mineTrue"

@@ -52,8 +52,8 @@ def test_everything_that_is_implemented_arrives() -> None:
     assert request == CompletionRequest(
         model="m", prompts=((1, 2),), max_tokens=7, n=3, temperature=0.0, top_p=0.5, top_k=4, seed=-5, stop=("a", "b"),
         stop_token_ids=(9,), ignore_eos=True, stream=True, stream_options=StreamOptions(True), user="u",
-        metadata={"k": "v"}, min_p=0.1, min_tokens=3, repetition_penalty=1.1, presence_penalty=-2.0, frequency_penalty=2.0,
-        logit_bias=((5, -100.0), (7, 0.5)), bad_words=("x",),
+        metadata={"k": "v"}, min_p=0.1, min_tokens=3, repetition_penalty=1.1, presence_penalty=-2.0,
+        frequency_penalty=2.0, logit_bias=((5, -100.0), (7, 0.5)), bad_words=("x",),
     )  # fmt: skip
 
 
