@@ -35,7 +35,8 @@ class Limits:
     def name(self) -> str:
         """The limit that binds, for an error message."""
         if self.tokens == self.context_len:
-            return f"the model's context of {self.context_len} tokens"
+            # In words by which litellm and others know this error, to try a model that takes more.
+            return f"the model's maximum context limit of {self.context_len} tokens"
         return f"the {self.tokens} tokens that the workers' memory holds"
 
 
