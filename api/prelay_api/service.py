@@ -19,8 +19,10 @@ from prelay_text.request import ChatRequest, CompletionRequest
 from prelay_text.resolve import resolve
 from prelay_text.tokenizer import Tokenizer
 
+from .admission import MemoryWatch
 from .canceller import Canceller
 from .config import ApiConfig
+from .deadline import Deadlines
 from .fleet import FleetWatch
 from .hub import Hub
 from .outcome import CLOSING
@@ -48,9 +50,11 @@ class Service:
         self.canceller = Canceller(self.queue)
         self.sweeper = Sweeper(self.queue, self.hub.contact)
         self.fleet = FleetWatch(self.queue)
+        self.deadlines = Deadlines(self.queue)
+        self.memory = MemoryWatch(self.queue)
         keep_delivered = self.config.keep == "delivered"
-        self._links = Links(self.hub, self.canceller, self.tokenizer, keep_delivered, self.sessions.discard)
-        for part in (self.hub, self.canceller, self.sweeper, self.fleet):
+        self._links = Links(self.hub, self.canceller, self.tokenizer, keep_delivered, self._closed)
+        for part in (self.hub, self.canceller, self.sweeper, self.fleet, self.deadlines, self.memory):
             part.start()
 
     def begin_closing(self) -> None:
@@ -62,20 +66,25 @@ class Service:
     async def stop(self) -> None:
         """Stop in the order in which nothing is lost.
 
-        1 the sweep and the fleet, which nobody waits for; 2 the cancels of the requests that were open; 3 the ear,
+        1 the sweeps and the looks, which nobody waits for; 2 the cancels of the requests that were open; 3 the ear,
         which takes our keys along; 4 the connections of all of them.
         """
         await self.sweeper.stop()
         await self.fleet.stop()
+        await self.deadlines.stop()
+        await self.memory.stop()
         await self.canceller.stop(timeout_s=3)
         await self.hub.stop()
         await self.queue.aclose()
 
     async def open(self, request: CompletionRequest | ChatRequest, *, long: bool) -> Session:
-        """Begin a session. Always `close` it. Raise RequestError when the request cannot be served as it stands.
+        """Begin a session; its deadline runs. Always `close` it. Raise RequestError when the request cannot be served
+        as it stands, and QueueFull while Redis has no memory for it.
 
         A `long` one is tokenised in a thread, so that it does not hold up every stream of this process.
         """
+        began = time.monotonic()
+        self.memory.check()
         served = self.config.served_model_name
         if request.model != served:
             message = f"model {request.model[:100]!r} is not served here; this server has {served!r}"
@@ -85,7 +94,13 @@ class Service:
         parts = await asyncio.to_thread(work) if long else work()
         session = Session(self._links, self._renderer(request), request, parts)
         self.sessions.add(session)
+        if request.deadline_ms is not None:
+            self.deadlines.set(session, began + request.deadline_ms / 1000)
         return session
+
+    def _closed(self, session: Session) -> None:
+        self.sessions.discard(session)
+        self.deadlines.forget(session)
 
     def _renderer(self, request: CompletionRequest | ChatRequest) -> Renderer:
         chat = isinstance(request, ChatRequest)

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .classes import QUEUED_JOBS, QUEUED_TOKENS, written
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -107,6 +109,13 @@ OPTIONS: dict[str, Option] = {
         Option("host", "ADDRESS", "Address to listen on.", "127.0.0.1", _API),
         Option("port", "PORT", "Port to listen on.", "8000", _API),
         Option(
+            "max_queued_jobs", "N", "How many answers may wait to be begun; beyond that, new requests get a 429. One"
+            " number for each class, or class=N,class=N; 0: no limit.", written(QUEUED_JOBS), _API,
+        ),
+        Option(
+            "max_queued_tokens", "N", "The same for the tokens of the prompts that wait.", written(QUEUED_TOKENS), _API,
+        ),
+        Option(
             "keep", "WHAT", "What a preempt keeps of an answer: delivered (what the client has seen) or emitted"
             " (all of it).", "delivered", _API,
         ),
@@ -129,7 +138,9 @@ _RUN = (
     "patience_s", "threads", *_NULL,
 )  # fmt: skip
 _COMMON = ("redis_url", "model", "log_level")
-API = (*_COMMON, "served_model_name", "host", "port", "keep", "shutdown_grace_s")
+API = (
+    *_COMMON, "served_model_name", "host", "port", "max_queued_jobs", "max_queued_tokens", "keep", "shutdown_grace_s",
+)  # fmt: skip
 PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
 DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", *_RUN)
 UNIFIED = (*_COMMON, "kv_blocks", *_RUN)

@@ -7,14 +7,16 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from .classes import QUEUED_JOBS, QUEUED_TOKENS, per_class, written
 from .errors import BadUsage
 from .options import OPTIONS
 from .redact import redact
@@ -51,6 +53,15 @@ def _check_block_size(value: int) -> int:
     return value
 
 
+def _per_class(defaults: Mapping[str, int], value: object) -> str:
+    """A number for each class, written out: the variable of a child reads the same."""
+    try:
+        return written(per_class(str(value), defaults))
+    except ValueError as error:
+        words = {"words": str(error), "value": str(value)}
+        raise PydanticCustomError("prelay", "{words}, not '{value}'", words) from None
+
+
 class Settings(BaseSettings):
     """Every setting of every command; OPTIONS says what each is for."""
 
@@ -79,6 +90,8 @@ class Settings(BaseSettings):
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    max_queued_jobs: Annotated[str, BeforeValidator(partial(_per_class, QUEUED_JOBS))] = written(QUEUED_JOBS)
+    max_queued_tokens: Annotated[str, BeforeValidator(partial(_per_class, QUEUED_TOKENS))] = written(QUEUED_TOKENS)
     keep: Literal["delivered", "emitted"] = "delivered"
     shutdown_grace_s: Annotated[int, Field(ge=0, le=3600)] = 10
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -79,7 +79,7 @@ class SyncQueue:
     def __init__(self, settings: QueueSettings) -> None:
         self.settings = settings
         self.keys = Keys(settings.fleet, settings.partition)
-        self.scripts = Scripts(self.keys)
+        self.scripts = Scripts(self.keys, settings.max_queued_jobs, settings.max_queued_tokens)
         pool = redis.BlockingConnectionPool.from_url(
             settings.url,
             max_connections=settings.max_connections,
@@ -166,7 +166,7 @@ class AsyncQueue:
     def __init__(self, settings: QueueSettings) -> None:
         self.settings = settings
         self.keys = Keys(settings.fleet, settings.partition)
-        self.scripts = Scripts(self.keys)
+        self.scripts = Scripts(self.keys, settings.max_queued_jobs, settings.max_queued_tokens)
         pool = aredis.BlockingConnectionPool.from_url(
             settings.url,
             max_connections=settings.max_connections // 2,

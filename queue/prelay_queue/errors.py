@@ -4,7 +4,8 @@ QueueError
 ├── BadMessageError       a stored message does not parse; `raw` keeps the bytes
 ├── IllegalTransition     an event that the state table does not allow
 ├── QueueUnavailable      no connection, loading, read-only or timed out: try again
-└── QueueFull             the server is over maxmemory: new work is refused, running work drains
+├── QueueFull             the server is over maxmemory: new work is refused, running work drains
+└── QueueBusy             as much waits as may wait: new work of this class is refused for a while
 """
 
 from __future__ import annotations
@@ -32,3 +33,17 @@ class QueueUnavailable(QueueError):  # noqa: N818
 
 class QueueFull(QueueError):  # noqa: N818
     """Redis is over its memory limit and takes no new work."""
+
+
+class QueueBusy(QueueError):  # noqa: N818
+    """More jobs, or tokens, of one class would wait than may. `retry_ms`: when there should be room."""
+
+    def __init__(self, cls: str, kind: str, waiting: int, asked: int, limit: int, retry_ms: int) -> None:
+        """`kind` is jobs or tokens (of prompts): so many wait, so many were to come, and so many may wait."""
+        of = "" if kind == "jobs" else " of prompts"
+        super().__init__(
+            f"the queue is full for class {cls}: {waiting} {kind}{of} wait, {asked} more were asked for, and at most"
+            f" {limit} may wait"
+        )
+        self.cls, self.kind, self.waiting, self.asked, self.limit = cls, kind, waiting, asked, limit
+        self.retry_ms = retry_ms

@@ -148,6 +148,10 @@ class Claim:
     def id(self) -> str:
         return self.spec.id
 
+    def overdue(self, server_ms: int) -> bool:
+        """Whether its deadline has passed when the server's clock shows this."""
+        return 0 < self.deadline_ms < server_ms
+
     @property
     def alone(self) -> bool:
         """Whether it must begin with no neighbour."""

@@ -32,6 +32,12 @@ log:<id>            stream   the answer. Entry `<epoch>-<seq>`, field t = token 
 queued              zset     jobs waiting for a prefill; score = server ms of the last check
 leases              zset     jobs that a worker owns; score = server ms at which the lease ends
 preempted           zset     jobs that wait for a requeue; score = server ms of the preempt
+deadlines           zset     jobs that have a deadline and are not over; score = their `dl`
+waiting             hash     the jobs of `queued`, counted: `<id>` = "<class> <prompt tokens>", and the sums of these,
+                             `#jobs:<class>` and `#tokens:<class>`. One hash: it is lost as a whole or not at all
+drain               hash     how fast the queue drains while something waits, as decayed sums (30 s): busy = ms, jobs
+                             and tokens = of prompts that ended; at = server ms of the last look; due:<class> = server
+                             ms that was promised last to one who was refused. PEXPIRE 1 h
 work:prefill:<cls>:<r|n>             stream, group `g`: r = restarted, n = new. Fields id, tok (tokens to compute),
 work:decode:<domain>:<cls>:<r|n>       al (1: run alone). Deleted at claim, so XLEN is the backlog. Never trimmed.
 domains             set      KV domains that have had a decode stream
@@ -86,6 +92,18 @@ class Keys:
     @property
     def preempted(self) -> str:
         return f"{self.prefix}preempted"
+
+    @property
+    def deadlines(self) -> str:
+        return f"{self.prefix}deadlines"
+
+    @property
+    def waiting(self) -> str:
+        return f"{self.prefix}waiting"
+
+    @property
+    def drain(self) -> str:
+        return f"{self.prefix}drain"
 
     @property
     def domains(self) -> str:

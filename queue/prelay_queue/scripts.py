@@ -7,6 +7,8 @@ safe to send twice and answers definitely the second time, so the client may ret
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import orjson
 
+from .errors import QueueBusy
 from .events import LogView
 from .job import PROTOCOL_VERSION, Claim, JobSpec
 from .keys import Keys
@@ -24,7 +27,7 @@ R = TypeVar("R")
 
 NAMES = (
     "submit", "claim", "handoff", "adopt", "emit", "preempt", "requeue", "renew", "finish", "cancel", "reap",
-    "view", "beat", "tidy", "disown", "attend", "evict",
+    "expire", "view", "beat", "tidy", "disown", "attend", "evict",
 )  # fmt: skip
 
 #: Only submit may be refused for memory: what drains the server must always run.
@@ -57,15 +60,24 @@ class Call(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job to submit. `epoch` and `ids` are beyond 1 and empty only when Redis lost the job."""
+    """A job to submit. `epoch` and `ids` are beyond 1 and empty only when Redis lost the job.
+
+    `ends_at` is when the answer must be complete by this process's monotonic clock, seconds; 0: whenever. What is sent
+    is the time that is left, so that a job which Redis lost comes back with the deadline that it had.
+    """
 
     spec: JobSpec
     attachment: str = ""  # "<api>#<token>"
     choices: int = 1
-    ttl_ms: int = 0  # to the deadline; 0 is none
+    ends_at: float = 0.0
     epoch: int = 1
     ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # one for each of `ids`, or none (note.py)
+
+    @property
+    def left_ms(self) -> int:
+        """Time to the deadline, at least 1; 0 when there is none."""
+        return max(1, math.ceil((self.ends_at - time.monotonic()) * 1000)) if self.ends_at else 0
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -75,7 +87,7 @@ class NewJob:
             "pt": len(self.spec.prompt_ids),
             "mt": self.spec.sampling.max_tokens,
             "n": self.choices,
-            "ttl": self.ttl_ms,
+            "ttl": self.left_ms,
             "at": self.attachment,
             "ep": self.epoch,
             "ids": list(self.ids),
@@ -148,6 +160,14 @@ def _texts(raw: Any) -> tuple[str, ...]:
     return tuple(text(item) for item in raw)
 
 
+def _submitted(raw: Any) -> tuple[str, ...]:
+    answers = list(raw)
+    if answers and text(answers[0]) == "busy":
+        _, cls, kind, waiting, asked, limit, retry_ms = answers
+        raise QueueBusy(text(cls), text(kind), int(waiting), int(asked), int(limit), int(retry_ms))
+    return _texts(answers)
+
+
 def _claimed(raw: Any) -> Claimed:
     code = text(raw[0])
     if code != "ok":
@@ -175,21 +195,28 @@ def _view(raw: Any) -> LogView | None:
 
 
 class Scripts:
-    """The scripts of one partition: eleven are the protocol of a job, `view` only looks, the rest is about workers.
+    """The scripts of one partition: twelve are the protocol of a job, `view` only looks, the rest is about processes.
 
     The contract of each stands at the top of its Lua file.
     """
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(
+        self, keys: Keys, max_jobs: Mapping[str, int] | None = None, max_tokens: Mapping[str, int] | None = None
+    ) -> None:
+        """`max_jobs`, `max_tokens`: how much may wait, by class, when `submit` comes (see QueueSettings)."""
         self.keys = keys
+        self._max_jobs, self._max_tokens = max_jobs or {}, max_tokens or {}
 
     def _call(self, name: str, decode: Callable[[Any], R], *args: str | bytes | int) -> Call[R]:
         return Call(name, self.keys.prefix, args, decode)
 
     def submit(self, jobs: Sequence[NewJob]) -> Call[tuple[str, ...]]:
-        """new | exists per job. Raises QueueFull when Redis is over its memory limit."""
+        """new | exists per job of one request, which is of one class. All or none: raises QueueBusy when too much waits
+        already, and QueueFull when Redis is over its memory limit."""
         payload = orjson.dumps([job.as_dict() for job in jobs])
-        return self._call("submit", _texts, payload, PROTOCOL_VERSION)
+        cls = jobs[0].spec.priority if jobs else ""
+        limits = self._max_jobs.get(cls, 0), self._max_tokens.get(cls, 0)
+        return self._call("submit", _submitted, payload, PROTOCOL_VERSION, *limits)
 
     def claim(self, stream: str, entry: str, job: str, owner: str, lease_ms: int, place: bool = True) -> Call[Claimed]:
         """Take (or, with place=False, put back) the job that `entry` of `stream` named."""
@@ -275,6 +302,10 @@ class Scripts:
             lambda raw: Reaped(*(_texts(ids) for ids in raw)),
             limit, preempt_grace_ms, queued_check_ms, max_alone_crashes, error, latest_ms, api_grace_ms,
         )  # fmt: skip
+
+    def expire(self, limit: int) -> Call[tuple[str, ...]]:
+        """End the jobs that are past their deadline, whoever has them: their ids."""
+        return self._call("expire", _texts, limit)
 
     def view(self, job: str) -> Call[LogView | None]:
         """Look at a job: its state and all its tokens. None when Redis does not know it."""

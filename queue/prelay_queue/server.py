@@ -12,6 +12,14 @@ from .errors import QueueError
 from .scripts import NAMES, source
 from .settings import MINIMUM_REDIS, MINIMUM_VALKEY
 
+#: Share of maxmemory from which on a server takes no new work: what runs needs the rest to drain.
+NEARLY_FULL = 0.8
+
+
+def nearly_full(used: int, maxmemory: int) -> bool:
+    """Whether so many bytes are too many; 0 of maxmemory is no limit."""
+    return maxmemory > 0 and used > maxmemory * NEARLY_FULL
+
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 #: Oldest servers with script flags and all commands used here.
@@ -28,6 +29,8 @@ class QueueTimes:
     #: A prefilled job that no live decode worker can take goes back to step 1 after this long, if others can run it.
     stranded_ms: int = 30_000
     sweep_ms: int = 1_000
+    #: Everybody looks this often for jobs that are past their deadline.
+    deadline_check_ms: int = 250
     #: The live stream of an API process that is not heard of goes after this long, seconds.
     api_ttl_s: int = 30
     #: An API process that is not heard of for this long watches nothing any more.
@@ -43,3 +46,6 @@ class QueueSettings:
     partition: int = 0
     times: QueueTimes = field(default_factory=QueueTimes)
     max_connections: int = 16
+    #: How many jobs, and how many tokens of their prompts, may wait of a class when new ones come; absent or 0: any.
+    max_queued_jobs: Mapping[str, int] = field(default_factory=dict)
+    max_queued_tokens: Mapping[str, int] = field(default_factory=dict)

@@ -6,7 +6,7 @@
                  └────requeue────PREEMPTED <──preempt────┴─────────────────┴──────────────────┘
 
 `finish` ends a job that is owned; `cancel` ends it from any state. `reap` of a lost lease goes back to QUEUED, or ends
-the job when it crashed too often. A deadline is looked at by `claim` (QUEUED, STAGED) and `reap` (QUEUED) only. These
+the job when it crashed too often. A deadline ends a job in any state, by `expire`; `claim` looks at it too. These
 endings, and that of a restarted answer which is complete already, go to DONE without an event of the table.
 """
 

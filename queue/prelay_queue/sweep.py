@@ -1,8 +1,9 @@
-"""The sweep that any process may run: what `reap` is asked for, and what it found, in words."""
+"""The sweeps that any process may run: what `reap` and `expire` are asked for, and what they found, in words."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import orjson
 
@@ -36,6 +37,17 @@ def sweep(scripts: Scripts, times: QueueTimes, server_ms: int) -> Call[Reaped]:
     latest_ms = server_ms + times.lease_ms // 4
     grace_ms, check_ms = times.preempt_grace_ms, times.queued_check_ms
     return scripts.reap(LIMIT, grace_ms, check_ms, MAX_ALONE_CRASHES, CRASHED_ALONE, latest_ms, times.api_grace_ms)
+
+
+def expire(scripts: Scripts) -> Call[tuple[str, ...]]:
+    """The call that ends what is past its deadline. It may be sent at any time."""
+    return scripts.expire(LIMIT)
+
+
+def say_expired(ended: Sequence[str]) -> None:
+    """Log what was ended."""
+    if ended:
+        log.info("past their deadline: %s", ", ".join(ended))
 
 
 def say(swept: Reaped) -> None:

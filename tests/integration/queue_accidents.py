@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from prelay_queue.scripts import Held, Reaped
 from prelay_queue.state import State
+from tests.bed.double.data import Job
 from tests.integration.queue_desk import DOMAIN
 from tests.integration.queue_history import (
     ERROR,
@@ -133,14 +134,23 @@ class Eventful(History):
                 desk.backend.drop_entry(stream, entry)
         if job.exporter is None:
             self.age("queued", [job])
-            assert job.id in self.sweep(check_ms=LONG_MS // 2).pushed or job.state is State.DONE  # past its deadline
+            assert job.id in self.sweep(check_ms=LONG_MS // 2).pushed
         else:
             self.run(self.scripts.renew(job.exporter[0], LEASE_MS, [Held(job.id, job.epoch, "export")]))
 
-    @happening(1, lambda self: any(job.deadline_ms for job in self.jobs))
+    @happening(3, lambda self: self.with_deadline)
     def a_deadline_passes(self, data: st.DataObject) -> None:
-        job = self.pick(data, [job for job in self.jobs if job.deadline_ms])
-        self.pair.each(lambda desk: desk.backend.set_fields(job.id, dl=1))
+        """Whoever looks first ends the job, in whatever state it is, and only once."""
+        looks = data.draw(st.integers(0, 2), "looks")
+        job = self.pick(data, self.with_deadline)
+        self.pair.each(lambda desk: desk.pass_deadline(job.id))
+        late = {each.id for each in self.with_deadline if each.deadline_ms == 1}
+        for n in range(looks):
+            assert set(self.both(lambda desk: desk.expire())) == (late if n == 0 else set())
+
+    @property
+    def with_deadline(self) -> list[Job]:
+        return [job for job in self.jobs if job.deadline_ms and job.state is not State.DONE]
 
     # Data loss.
 

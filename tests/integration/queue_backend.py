@@ -14,11 +14,13 @@ from prelay_queue.client import SyncQueue
 from prelay_queue.keys import GROUP
 from prelay_queue.scripts import text
 from prelay_queue.settings import QueueSettings
+from prelay_queue.state import State
 from tests.bed.double import MemoryQueue
-from tests.bed.double.data import Entry, Group, Partition, Stream
+from tests.bed.double.data import Drain, Entry, Group, Partition, Stream
+from tests.bed.double.rules import DRAIN_KEPT_MS
 
 #: All sorted sets: the swept indexes and the two registers of processes.
-SCORES = ("queued", "leases", "preempted", "workers", "apis")
+SCORES = ("queued", "leases", "preempted", "deadlines", "workers", "apis")
 
 
 @dataclass
@@ -32,13 +34,16 @@ class Picture:
     groups: dict[str, tuple[dict[str, str], set[str]]] = field(default_factory=dict)  # {entry: consumer}, consumers
     beats: dict[str, str] = field(default_factory=dict)
     domains: set[str] = field(default_factory=set)
+    waiting: dict[str, str] = field(default_factory=dict)
+    drain: dict[str, float] = field(default_factory=dict, compare=False)  # of the moment
     left_ms: dict[str, int] = field(default_factory=dict, compare=False)  # of keys that expire
 
     def names(self) -> set[str]:
         """The ends of all keys."""
         names = [f"job:{job}" for job in self.jobs] + [f"log:{job}" for job in self.logs]
         names += [f"worker:{worker}" for worker in self.beats]
-        return {*names, *self.scores, *self.streams, *(["domains"] if self.domains else [])}
+        alone = {"domains": self.domains, "waiting": self.waiting, "drain": self.drain}
+        return {*names, *self.scores, *self.streams, *(name for name, what in alone.items() if what)}
 
 
 class Backend(Protocol):
@@ -75,6 +80,9 @@ class Backend(Protocol):
     def drop_group(self, stream: str) -> None: ...
     def set_score(self, index: str, member: str, ms: float) -> None: ...
     def set_fields(self, job: str, **fields: str | int) -> None: ...
+    def set_drain(self, **fields: float) -> None:
+        """Change what was measured: at, busy, jobs, tokens."""
+
     def forget(self, job: str) -> None:
         """A job that is over has lived its time."""
 
@@ -127,7 +135,7 @@ class ServerBackend:
 
     def _read(self, pipe: Any, key: str) -> None:
         match key.removeprefix(self.keys.prefix).partition(":")[0]:
-            case "job":
+            case "job" | "waiting" | "drain":
                 pipe.hgetall(key)
             case "worker":
                 pipe.get(key)
@@ -151,6 +159,10 @@ class ServerBackend:
                 picture.beats[tail] = text(what)
             case "domains":
                 picture.domains = {text(each) for each in what}
+            case "waiting":
+                picture.waiting = _texts(what)
+            case "drain":
+                picture.drain = {name: float(value) for name, value in _texts(what).items()}
             case _ if kind in SCORES:
                 picture.scores[name] = {text(member): int(score) for member, score in what}
             case _:
@@ -190,6 +202,9 @@ class ServerBackend:
     def set_fields(self, job: str, **fields: str | int) -> None:
         for name, value in fields.items():
             self.redis.hset(self.keys.job(job), name, str(value))
+
+    def set_drain(self, **fields: float) -> None:
+        self.redis.hset(self.keys.drain, mapping=fields)  # type: ignore[arg-type]
 
     def forget(self, job: str) -> None:
         for key in (self.keys.job(job), self.keys.log(job)):
@@ -237,6 +252,7 @@ class DoubleBackend:
         expiry = {f"job:{job.id}": job.expires_ms for job in data.jobs.values()}
         expiry |= {f"log:{job.id}": job.expires_ms for job in data.jobs.values()}
         expiry |= {tail[key]: stream.expires_ms for key, stream in data.streams.items()}
+        expiry |= {"drain": data.drain.at_ms + DRAIN_KEPT_MS} if data.drain else {}
         expiry |= {f"worker:{worker}": expires_ms for worker, (_, expires_ms) in data.beats.items()}
         picture = Picture(
             jobs={job.id: job.fields() for job in data.jobs.values()},
@@ -250,6 +266,8 @@ class DoubleBackend:
             },
             beats={worker: said for worker, (said, _) in data.beats.items()},
             domains=set(data.domains),
+            waiting=_waiting(data),
+            drain=_drain(data.drain),
         )
         picture.left_ms = {
             name: ms - now_ms for name, ms in expiry.items() if ms is not None and name in picture.names()
@@ -290,6 +308,12 @@ class DoubleBackend:
         for name, value in fields.items():
             setattr(self.queue.data.jobs[job], attributes[name], value)
 
+    def set_drain(self, **fields: float) -> None:
+        drain = self.queue.data.drain = self.queue.data.drain or Drain(0)
+        attributes = {"at": "at_ms", "busy": "busy_ms", "jobs": "jobs", "tokens": "tokens"}
+        for name, value in fields.items():
+            setattr(drain, attributes[name], value)
+
     def forget(self, job: str) -> None:
         assert self.queue.data.jobs[job].expires_ms is not None
         del self.queue.data.jobs[job]
@@ -312,6 +336,23 @@ class DoubleBackend:
             self.queue.data = copy.deepcopy(kept)
 
         return go_back
+
+
+def _waiting(data: Partition) -> dict[str, str]:
+    """The hash that counts what waits."""
+    queued = {job.id: (job.cls, job.prompt_tokens) for job in data.jobs.values() if job.state is State.QUEUED}
+    found = {job: f"{cls} {tokens}" for job, (cls, tokens) in queued.items()}
+    for cls in {cls for cls, _ in queued.values()}:
+        jobs, tokens = data.waiting(cls)
+        found |= {f"#jobs:{cls}": str(jobs)} | ({f"#tokens:{cls}": str(tokens)} if tokens else {})
+    return found
+
+
+def _drain(drain: Drain | None) -> dict[str, float]:
+    if drain is None:
+        return {}
+    found = {"at": drain.at_ms, "busy": drain.busy_ms, "jobs": drain.jobs, "tokens": drain.tokens}
+    return found | {f"due:{cls}": ms for cls, ms in drain.due_ms.items()}
 
 
 def _texts(fields: Any) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -111,6 +113,9 @@ class Desk:
     def reap(self, limit: int = 100, grace_ms: int = 0, check_ms: int = 0, max_alone: int = 2) -> Reaped:
         return self.run(self.scripts.reap(limit, grace_ms, check_ms, max_alone, '{"code":"crashed"}'))
 
+    def expire(self, limit: int = 100) -> tuple[str, ...]:
+        return self.run(self.scripts.expire(limit))
+
     def beat(self, worker: str, ttl_ms: int = WORKER_TTL_MS, **status: Any) -> int:
         return self.run(self.scripts.beat(worker, {"id": worker, **status}, ttl_ms))
 
@@ -147,6 +152,12 @@ class Desk:
         """The owner stops renewing and a sweep finds it."""
         self.expire_lease(job)
         return self.reap(check_ms=10**9, grace_ms=10**9)
+
+    def pass_deadline(self, job: str = JOB) -> None:
+        """It is past the deadline that it has."""
+        assert job in self.look().scores["deadlines"]
+        self.backend.set_fields(job, dl=1)
+        self.backend.set_score("deadlines", job, 1)
 
     def expire_lease(self, job: str = JOB) -> None:
         assert job in self.look().scores["leases"]
@@ -241,6 +252,8 @@ def check(picture: Picture, prefix: str) -> None:
     assert set().union(*swept.values()) <= set(picture.jobs), "an index names a job that does not exist"
     assert {job for _, job in waiting} <= set(picture.jobs), "a work stream names a job that does not exist"
     assert set(picture.logs) <= set(picture.jobs), "a log without its job"
+    _check_deadlines(picture)
+    _check_waiting(picture)
     for job, fields in picture.jobs.items():
         state = State(fields["st"])
         home = {SWEPT_IN[state]} if state is not State.DONE else set()
@@ -258,6 +271,23 @@ def check(picture: Picture, prefix: str) -> None:
         _check_log(state, fields, picture.logs.get(job, []))
         for key in (f"job:{job}", f"log:{job}"):
             assert (key in picture.left_ms) == (state is State.DONE), f"{key} lives for ever, or not, and is {state}"
+
+
+def _check_deadlines(picture: Picture) -> None:
+    """Exactly the jobs that have one, and are not over, are in the index."""
+    live = {job: int(fields["dl"]) for job, fields in picture.jobs.items() if fields["st"] != State.DONE}
+    assert picture.scores.get("deadlines", {}) == {job: ms for job, ms in live.items() if ms}
+
+
+def _check_waiting(picture: Picture) -> None:
+    """What is counted as waiting is what waits."""
+    sums: Counter[str] = Counter()
+    shares: dict[str, str] = {}
+    for job in picture.scores.get("queued", {}):
+        cls, tokens = picture.jobs[job]["cls"], int(picture.jobs[job]["pt"])
+        shares[job] = f"{cls} {tokens}"
+        sums.update({f"#jobs:{cls}": 1, f"#tokens:{cls}": tokens})
+    assert picture.waiting == shares | {name: str(count) for name, count in sums.items() if count}
 
 
 def _check_fields(state: State, fields: dict[str, str]) -> None:
@@ -294,9 +324,12 @@ def new_job(
     max_tokens: int = 16,
     attachment: str = f"{API}#1",
     priority: Priority = Priority.NORMAL,
+    ttl_ms: int = 0,
     **extra: Any,
 ) -> NewJob:
-    return NewJob(JobSpec(job, tuple(prompt), Sampling(max_tokens), priority), attachment, **extra)
+    """`ttl_ms`: time to the deadline, 0 without one."""
+    ends_at = time.monotonic() + ttl_ms / 1000 if ttl_ms else 0.0
+    return NewJob(JobSpec(job, tuple(prompt), Sampling(max_tokens), priority), attachment, ends_at=ends_at, **extra)
 
 
 def _given(claimed: Claimed) -> Claim:

@@ -9,14 +9,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from prelay_queue.errors import QueueBusy
 from prelay_queue.events import decode_live
 from prelay_queue.job import FinishReason, Priority
-from prelay_queue.scripts import Call, Emission, Held, Reaped
+from prelay_queue.scripts import Call, Emission, Held, Reaped, Scripts
 from prelay_queue.state import SWEPT_IN, State
 from tests.bed.double.data import Entry, Job
 from tests.bed.servers import Server
 from tests.integration.queue_backend import ServerBackend
-from tests.integration.queue_desk import API, DOMAIN, OTHER_API, new_job
+from tests.integration.queue_desk import API, DOMAIN, OTHER_API, Desk, new_job
 from tests.integration.queue_pair import Delivery, Pair
 from tests.integration.queue_viewer import Viewer, note_of
 
@@ -35,6 +36,14 @@ def notes_of(ids: Sequence[int]) -> tuple[str, ...]:
     """One for each token, or none."""
     notes = tuple(map(note_of, ids))
     return notes if any(notes) else ()
+
+
+def taken(desk: Desk, call: Call[tuple[str, ...]]) -> tuple[str, ...]:
+    """What a submit says, also when it refuses."""
+    try:
+        return desk.run(call)
+    except QueueBusy as busy:
+        return "busy", busy.cls
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,21 @@ class History:
         assert self.run(self.scripts.submit([new])) == ("new",)
         if again:
             assert self.run(self.scripts.submit([new])) == ("exists",)
+
+    @happening(3, lambda self: len(self.jobs) < 8)
+    def submit_where_few_may_wait(self, data: st.DataObject) -> None:
+        """Two choices without viewers: taken together where both have a place, else refused with nothing changed."""
+        max_jobs = data.draw(st.integers(0, 4), "max_jobs")
+        max_tokens = data.draw(st.sampled_from([0, 6, 12]), "max_tokens")
+        priority = data.draw(st.sampled_from([Priority.NORMAL, Priority.BATCH]), "priority")
+        name = f"r{next(self.fresh)}"
+        news = [new_job(f"{name}/{n}", (1, 2, 3), 4, "", priority) for n in range(2)]
+        jobs, tokens = self.pair.waits(priority)
+        fits = (not max_jobs or jobs + 2 <= max_jobs) and (not max_tokens or tokens + 6 <= max_tokens)
+        call = Scripts(self.pair.real.keys, {priority: max_jobs}, {priority: max_tokens}).submit(news)
+        answer = self.both(lambda desk: taken(desk, call))
+        assert answer == (("new", "new") if fits or not jobs else ("busy", priority))
+        assert answer[0] == "new" or self.pair.real.look() == self.picture
 
     def live(self, api: str) -> list[Entry]:
         return self.pair.double.entries(self.pair.double.keys.live(api))

@@ -42,6 +42,10 @@ class Pair:
     def jobs(self) -> dict[str, Job]:
         return self._double.queue.data.jobs
 
+    def waits(self, cls: str) -> tuple[int, int]:
+        """How many jobs, and prompt tokens, of a class wait."""
+        return self._double.queue.data.waiting(cls)
+
     def both(self, ask: Callable[[Desk, *Values], R], *values: *Values) -> R:
         """Ask both; the answers must be the same, but for the moment."""
         real, double = ask(self.real, *values), ask(self.double, *values)
@@ -110,6 +114,8 @@ class Pair:
     def _align(self, real: Picture, double: Picture) -> None:
         """Give the real indexes the double's scores: what is due comes in one order, on both sides and in any run."""
         for index, scores in double.scores.items():
+            if index == "deadlines":
+                continue  # each is the `dl` of its own side's job
             for member, ms in scores.items():
                 if real.scores[index][member] != ms:
                     self.real.backend.set_score(index, member, ms)
@@ -141,6 +147,7 @@ class Pair:
             "streams": streams,
             "groups": groups,
             "domains": picture.domains,
+            "waiting": picture.waiting,
             "beats": set(picture.beats),
         }
 

@@ -133,16 +133,6 @@ def test_an_unanswered_preempt_is_requeued_after_its_grace_and_not_before(desk: 
     assert desk.reap(grace_ms=0, check_ms=10**9) == Reaped()
 
 
-def test_a_queued_job_past_its_deadline_ends_without_a_worker(desk: Desk) -> None:
-    desk.to(State.QUEUED, new_job(ttl_ms=60_000))
-    desk.listen(API)
-    assert desk.reap() == Reaped()
-    desk.backend.set_fields(JOB, dl=1)
-    desk.reap()
-    assert ends(desk) == [EndedEvent(JOB, 1, 0, "deadline")]
-    assert desk.waiting() == {}
-
-
 def test_a_queued_job_is_looked_at_again_only_after_the_time_between_two_checks(desk: Desk) -> None:
     desk.to(State.QUEUED)
     desk.backend.set_score("queued", JOB, desk.now_ms() - 60_000)

@@ -79,11 +79,6 @@ def test_a_rebuilt_job_that_has_all_its_tokens_ends_instead_of_running(desk: Des
     assert desk.heard() == [EndedEvent(JOB, 3, 2, "length")]
 
 
-def test_a_deadline_is_kept_in_server_time(desk: Desk) -> None:
-    desk.submit(new_job(ttl_ms=5_000))
-    assert abs(int(desk.fields()["dl"]) - desk.now_ms() - 5_000) < 3_000
-
-
 def test_a_full_server_refuses_a_submit_whole(desk: Desk) -> None:
     before = desk.look()
     with desk.backend.full(), pytest.raises(QueueFull):
@@ -229,23 +224,6 @@ def test_a_staged_job_put_back_can_be_taken_by_another_worker(desk: Desk) -> Non
     assert desk.claim(D1, f"decode:{DOMAIN}", place=False).code == "back"
     assert desk.renew(P1, "export") == "hold"
     assert desk.claim(D2, f"decode:{DOMAIN}").code == "ok"
-
-
-@pytest.mark.parametrize("state", [State.QUEUED, State.STAGED])
-def test_a_job_past_its_deadline_ends_at_the_claim_and_never_runs(desk: Desk, state: State) -> None:
-    desk.to(state, new_job(ttl_ms=60_000))
-    desk.listen(API)
-    desk.mind(P1)
-    desk.backend.set_fields(JOB, dl=1)
-    entry = desk.deliver(D1, "prefill" if state is State.QUEUED else f"decode:{DOMAIN}")
-    call = desk.scripts.claim(*entry, D1, LEASE_MS)
-    assert desk.run(call).code == "ended"
-    assert desk.run(call).code == "stale"
-    assert desk.view().reason == "deadline"
-    assert [e for e in desk.heard() if isinstance(e, EndedEvent)] == [
-        EndedEvent(JOB, 1, len(desk.view().ids), "deadline")
-    ]
-    assert desk.told(P1) == ([] if state is State.QUEUED else [("release", JOB, 1)])
 
 
 def test_a_job_of_a_newer_protocol_is_left_to_newer_workers(desk: Desk) -> None:

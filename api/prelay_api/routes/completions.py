@@ -14,6 +14,7 @@ from prelay_text.validate import chat_request, completion_request
 
 from ..answer import collect
 from ..body import parse_json, read_body
+from ..deadline import with_deadline
 from ..outcome import CLOSING, Failure
 from ..replies import failed, json_reply
 from ..service import Service, service_of
@@ -43,7 +44,9 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A parameter is wrong: the message names it, its limit and its value."},
     404: {"description": "The model is not served here."},
     413: {"description": "The body is too large."},
+    429: {"description": "As much of this class waits as may wait; Retry-After says when there should be room."},
     503: {"description": "The queue is full or does not answer; Retry-After says when to try again."},
+    504: {"description": "The answer was not complete by the request's deadline."},
 }
 
 
@@ -77,7 +80,7 @@ async def _serve(request: Request, read: Callable[[object], CompletionRequest | 
     if service.closing:
         return failed(CLOSING)
     raw = await read_body(request, service.config.max_body_bytes)
-    wanted = read(parse_json(raw))
+    wanted = with_deadline(read(parse_json(raw)), request.headers)
     session = await service.open(wanted, long=len(raw) > LONG_BODY)
     try:
         await session.submit()

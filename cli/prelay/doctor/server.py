@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from prelay_queue.scripts import NAMES
-from prelay_queue.server import ServerInfo, version_tuple
+from prelay_queue.server import NEARLY_FULL, ServerInfo, nearly_full, version_tuple
 from prelay_queue.settings import MINIMUM_REDIS, MINIMUM_VALKEY
 
 from ..host import size
@@ -18,8 +18,6 @@ from .registry import Checks
 
 checks = Checks("the queue's server")
 
-#: Share of maxmemory above which a server is nearly full.
-NEARLY_FULL = 0.8
 #: A median round trip above this slows every token down. Milliseconds.
 SLOW_TRIP_MS = 5.0
 #: A difference of clocks above this is shown. Seconds.
@@ -87,8 +85,8 @@ def server_memory(server: Server) -> Finding:
     if not about.maxmemory:
         return ok(f"{size(about.used_memory)} used, no maxmemory: what the machine has is the limit")
     found = f"{size(about.used_memory)} used of maxmemory {size(about.maxmemory)}"
-    if about.used_memory > about.maxmemory * NEARLY_FULL:
-        return warn(found, "a full server takes no new work: raise maxmemory")
+    if nearly_full(about.used_memory, about.maxmemory):
+        return warn(found, f"new requests are answered 503 from {NEARLY_FULL:.0%} on: raise maxmemory")
     return ok(found)
 
 

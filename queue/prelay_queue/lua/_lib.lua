@@ -16,10 +16,50 @@ local function advance(st, event) return STEPS[st .. ' ' .. event] end
 local function field(id, name) return redis.call('HGET', jobkey(id), name) end
 local function number(id, name) return tonumber(redis.call('HGET', jobkey(id), name) or '0') or 0 end
 
--- Move a job between states and keep it in exactly one swept index.
+-- How fast the queue drains (keys.py, `drain`): decayed sums of what ended, and of the time, while something waited.
+-- Called before anything changes, so that what is true now has been since the last call.
+local DRAIN_MS = 30000
+local DRAIN_KEPT_MS = 3600000
+local function measure(jobs, tokens)
+  local v, now = redis.call('HMGET', P .. 'drain', 'at', 'busy', 'jobs', 'tokens'), now_ms()
+  local busy, j, t = tonumber(v[2]) or 0, tonumber(v[3]) or 0, tonumber(v[4]) or 0
+  if redis.call('ZCARD', P .. 'queued') > 0 then
+    local kept = math.exp(-math.max(0, now - (tonumber(v[1]) or now)) / DRAIN_MS)
+    busy, j, t = busy * kept + DRAIN_MS * (1 - kept), j * kept + jobs, t * kept + tokens
+  end
+  redis.call('HSET', P .. 'drain', 'at', now, 'busy', busy, 'jobs', j, 'tokens', t)
+  redis.call('PEXPIRE', P .. 'drain', DRAIN_KEPT_MS)
+  return busy, j, t
+end
+
+-- What waits, by class (keys.py, `waiting`). A job's share stands beside the sums, so that exactly what was put on is
+-- taken off, once, whatever became of the job meanwhile.
+local function add_waiting(cls, jobs, tokens)
+  for name, change in pairs({ ['#jobs:' .. cls] = jobs, ['#tokens:' .. cls] = tokens }) do
+    if redis.call('HINCRBY', P .. 'waiting', name, change) == 0 then redis.call('HDEL', P .. 'waiting', name) end
+  end
+end
+local function leave_waiting(id)
+  local share = redis.call('HGET', P .. 'waiting', id)
+  if not share then return end
+  local cls, tokens = string.match(share, '^(%S+) (%d+)$')
+  redis.call('HDEL', P .. 'waiting', id)
+  add_waiting(cls, -1, -tonumber(tokens))
+end
+local function join_waiting(id)
+  leave_waiting(id)
+  local v = redis.call('HMGET', jobkey(id), 'cls', 'pt')
+  redis.call('HSET', P .. 'waiting', id, v[1] .. ' ' .. v[2])
+  add_waiting(v[1], 1, tonumber(v[2]))
+end
+
+-- Move a job between states and keep it in exactly one swept index. `from` is '' for a job that is new.
 local function enter(id, from, to, score)
+  if from == 'queued' or to == 'queued' then measure(0, 0) end
   if SWEPT[from] and SWEPT[from] ~= SWEPT[to] then redis.call('ZREM', P .. SWEPT[from], id) end
   if SWEPT[to] then redis.call('ZADD', P .. SWEPT[to], score, id) end
+  if from == 'queued' then leave_waiting(id) end
+  if to == 'queued' then join_waiting(id) end
   redis.call('HSET', jobkey(id), 'st', to)
 end
 
@@ -140,7 +180,9 @@ local function conclude(id, from, ep, reason, err)
   local nx = number(id, 'nx')
   unpush(id)
   release_export(id)
+  if from ~= 'queued' then measure(1, number(id, 'pt')) end
   enter(id, from, 'done', 0)
+  redis.call('ZREM', P .. 'deadlines', id)
   redis.call('HSET', jobkey(id), 'fin', reason, 'err', err, 'end', now_ms())
   redis.call('HDEL', jobkey(id), 'spec')
   redis.call('XADD', logkey(id), ep .. '-' .. nx, 'f', reason, 'e', err)
@@ -149,10 +191,10 @@ local function conclude(id, from, ep, reason, err)
   tell(id, { 'e', id, ep, nx, reason, err })
 end
 
--- Nobody watches any more: the job ends, and whoever runs it is told.
-local function abandon(id, st, ep, ow)
+-- The job ends whatever its state, and whoever runs it is told.
+local function abandon(id, st, ep, ow, reason)
   control(ow, 'stop', id, ep)
-  conclude(id, st, ep, 'cancelled', '')
+  conclude(id, st, ep, reason, '')
 end
 
 -- Begin the next attempt at step 1, keeping the tokens below `resume`.

@@ -11,6 +11,6 @@ if token ~= '' then
   redis.call('HSET', jobkey(id), 'at', left)
   if left ~= '' then return 'watched' end
 end
-abandon(id, v[1], tonumber(v[2]), v[4])
+abandon(id, v[1], tonumber(v[2]), v[4], 'cancelled')
 flush()
 return 'ended'

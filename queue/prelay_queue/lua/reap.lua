@@ -55,14 +55,14 @@ for _, id in ipairs(due('preempted', now - grace)) do
   end
 end
 
--- 3. Queued jobs: past their deadline, or their stream entry is gone (XTRIM, DEL of the stream).
+-- 3. Queued jobs whose stream entry is gone (XTRIM, DEL of the stream), or who are not counted (DEL, eviction).
 for _, id in ipairs(due('queued', now - check)) do
   local v = redis.call('HMGET', jobkey(id), 'st', 'ep', 'sk', 'si')
   if v[1] ~= 'queued' then
     redis.call('ZREM', P .. 'queued', id)
-  elseif overdue(id) then
-    conclude(id, v[1], tonumber(v[2]), 'deadline', '')
+    leave_waiting(id)
   else
+    if redis.call('HEXISTS', P .. 'waiting', id) == 0 then join_waiting(id) end
     if not v[3] or #redis.call('XRANGE', v[3], v[4], v[4]) == 0 then
       push(id, 'prefill', 'r')
       table.insert(pushed, id)
@@ -80,7 +80,7 @@ for _, api in ipairs(redis.call('ZRANGEBYSCORE', P .. 'apis', '-inf', now - api_
       local left, gone = without(v[3] or '', function(token) return string.sub(token, 1, #api + 1) == api .. '#' end)
       if gone then redis.call('HSET', jobkey(id), 'at', left) end
       if gone and left == '' then
-        abandon(id, v[1], tonumber(v[2]), v[4])
+        abandon(id, v[1], tonumber(v[2]), v[4], 'cancelled')
         table.insert(abandoned, id)
       end
     end

@@ -1,25 +1,77 @@
--- submit(jobs): [{id, spec, cls, pt, mt, n, ttl, at, ep, ids, notes}] of one request, all or (on OOM) none.
--- Answers new | exists per job. `ep` and `ids` above 1/empty rebuild a job that Redis lost; one that has all its
--- tokens already ends instead of running.
--- No allow-oom here: a full Redis refuses new work and drains the old.
+-- submit(jobs, protocol, max_jobs, max_tokens): [{id, spec, cls, pt, mt, n, ttl, at, ep, ids, notes}] of one request,
+-- all or (refused, or on OOM) none. Refused is what would make more jobs, or prompt tokens, of its class wait than the
+-- limits say (0: any number), unless nothing waits. Never what was accepted before: a repeat, or a job that Redis lost.
+-- Answers new | exists per job; or {busy, class, jobs|tokens, waiting, asked for, limit, retry_ms}.
+-- `ep` and `ids` above 1/empty rebuild a job that Redis lost; one that has all its tokens already ends instead of
+-- running. No allow-oom here: a full Redis refuses new work and drains the old.
+local UNKNOWN_MS, MOST_MS, LEAST_BUSY_MS, HERD = 2000, 600000, 1000, 10
+local jobs, max_jobs, max_tokens = cjson.decode(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4])
+
+local function waiting(cls)
+  local v = redis.call('HMGET', P .. 'waiting', '#jobs:' .. cls, '#tokens:' .. cls)
+  return tonumber(v[1]) or 0, tonumber(v[2]) or 0
+end
+
+-- When a refused request would find room, if all that were refused before come back first: in ms from now.
+local function retry_ms(cls, count, tokens, jobs_waiting, tokens_waiting)
+  local now, busy, j, t = now_ms(), measure(0, 0)
+  if busy < LEAST_BUSY_MS or t == 0 then return math.max(UNKNOWN_MS, busy) end  -- nothing ended yet: as long again
+  local function ms(of_jobs, of_tokens) return math.max(of_jobs * busy / j, of_tokens * busy / t) end
+  local room_ms = ms(
+    max_jobs > 0 and math.max(0, jobs_waiting + count - max_jobs) or 0,
+    max_tokens > 0 and math.max(0, tokens_waiting + tokens - max_tokens) or 0)
+  for _, other in ipairs({ 'interactive', 'normal', 'batch' }) do  -- served before it
+    if other == cls then break end
+    room_ms = room_ms + ms(waiting(other))
+  end
+  local promised = tonumber(redis.call('HGET', P .. 'drain', 'due:' .. cls)) or 0
+  local after_ms = math.max(room_ms, promised - now + ms(count, tokens))
+  -- Who does not wait is refused again and again, and must not push the others out of sight.
+  after_ms = math.min(after_ms, MOST_MS, math.max(room_ms, HERD * ms(jobs_waiting, tokens_waiting)))
+  redis.call('HSET', P .. 'drain', 'due:' .. cls, now + after_ms)
+  return after_ms
+end
+
+local function refused(cls, count, tokens)
+  local jobs_waiting, tokens_waiting = waiting(cls)
+  if count == 0 or jobs_waiting == 0 then return nil end
+  local kind, stand, asked, limit
+  if max_jobs > 0 and jobs_waiting + count > max_jobs then
+    kind, stand, asked, limit = 'jobs', jobs_waiting, count, max_jobs
+  elseif max_tokens > 0 and tokens_waiting + tokens > max_tokens then
+    kind, stand, asked, limit = 'tokens', tokens_waiting, tokens, max_tokens
+  else
+    return nil
+  end
+  local after_ms = math.ceil(retry_ms(cls, count, tokens, jobs_waiting, tokens_waiting))
+  return { 'busy', cls, kind, stand, asked, limit, after_ms }
+end
+
+local count, tokens = 0, 0
+for _, job in ipairs(jobs) do
+  if job.ep == 1 and redis.call('EXISTS', jobkey(job.id)) == 0 then count, tokens = count + 1, tokens + job.pt end
+end
+local no = count > 0 and refused(jobs[1].cls, count, tokens)
+if no then return no end
+
 local answers = {}
-for _, job in ipairs(cjson.decode(ARGV[1])) do
+for _, job in ipairs(jobs) do
   if redis.call('EXISTS', jobkey(job.id)) == 1 then
     table.insert(answers, 'exists')
   else
     local now = now_ms()
     -- What may have outlived the job hash (DEL, eviction): a log that would refuse our entries, a stale index.
     redis.call('DEL', logkey(job.id))
-    redis.call('ZREM', P .. 'leases', job.id)
-    redis.call('ZREM', P .. 'preempted', job.id)
+    for _, index in ipairs({ 'leases', 'preempted', 'deadlines' }) do redis.call('ZREM', P .. index, job.id) end
     local dl = job.ttl > 0 and now + job.ttl or 0
-    redis.call('HSET', jobkey(job.id), 'v', ARGV[2], 'st', 'queued', 'ep', job.ep, 'ow', '', 'nx', #job.ids,
+    redis.call('HSET', jobkey(job.id), 'v', ARGV[2], 'ep', job.ep, 'ow', '', 'nx', #job.ids,
       'spec', job.spec, 'pt', job.pt, 'mt', job.mt, 'n', job.n, 'cls', job.cls, 'sub', now, 'dl', dl,
       'at', job.at, 'pe', 0, 'cr', 0, 'ca', 0, 'rs:' .. job.ep, #job.ids)
     for i, token in ipairs(job.ids) do
       write_token(job.id, job.ep, i - 1, token, job.notes[i])
     end
-    redis.call('ZADD', P .. 'queued', now, job.id)
+    enter(job.id, '', 'queued', now)
+    if dl > 0 then redis.call('ZADD', P .. 'deadlines', dl, job.id) end
     -- Its API process may never have said that it lives: it dies, or Redis was away until now.
     for api in string.gmatch(job.at, '([^ #]+)#') do redis.call('ZADD', P .. 'apis', 'NX', now, api) end
     if #job.ids >= job.mt then

@@ -146,15 +146,27 @@ class Stream:
 
 
 @dataclass
+class Drain:
+    """How fast the queue drains while something waits: decayed sums of time, of jobs and prompt tokens that ended."""
+
+    at_ms: int
+    busy_ms: float = 0.0
+    jobs: float = 0.0
+    tokens: float = 0.0
+    due_ms: dict[str, float] = field(default_factory=dict)  # class -> what was promised last to one who was refused
+
+
+@dataclass
 class Partition:
     """All data of one partition. Streams are named by their whole key."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
-    #: queued, leases, preempted, workers, apis: member -> score in server ms
+    #: queued, leases, preempted, deadlines, workers, apis: member -> score in server ms
     indexes: dict[str, dict[str, int]] = field(default_factory=dict)
     streams: dict[str, Stream] = field(default_factory=dict)
     beats: dict[str, tuple[str, int]] = field(default_factory=dict)  # worker -> (JSON, when it expires)
     domains: set[str] = field(default_factory=set)
+    drain: Drain | None = None
 
     def index(self, name: str) -> dict[str, int]:
         return self.indexes.setdefault(name, {})
@@ -163,6 +175,11 @@ class Partition:
         """The first `limit` members up to a score, by score and then by name."""
         found = ((score, member) for member, score in self.index(name).items() if score <= before_ms)
         return [member for _, member in sorted(found)[:limit]]
+
+    def waiting(self, cls: str) -> tuple[int, int]:
+        """Jobs of a class that wait for a prefill, and tokens of their prompts."""
+        prompts = [job.prompt_tokens for job in self.jobs.values() if job.state is State.QUEUED and job.cls == cls]
+        return len(prompts), sum(prompts)
 
     def expire(self, now_ms: int) -> None:
         """Drop what has lived its time."""

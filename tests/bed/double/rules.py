@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
+from prelay_queue.job import Priority
 from prelay_queue.keys import Keys
 from prelay_queue.state import SWEPT_IN, TRANSITIONS, Event, State
 
-from .data import Job, Partition, Stream
+from .data import Drain, Job, Partition, Stream
 
 RETENTION_MS = 300_000
 #: Crashes of a job in company after which it runs alone …
@@ -20,6 +22,13 @@ SUSPECT_CRASHES = 2
 QUARANTINE = 4
 #: Crashes of both kinds after which it is given up.
 MAX_CRASHES = 8
+#: The drain is measured over so long, while something waits.
+DRAIN_MS = 30_000
+DRAIN_KEPT_MS = 3_600_000
+#: What one who is refused is told: as long as nothing is known; at most; and when so much is known as says something.
+UNKNOWN_MS, MOST_MS, LEAST_BUSY_MS = 2_000, 600_000, 1_000
+#: Nobody is told longer than so many times what the queue of his class takes.
+HERD = 10
 LIVE_ENTRIES, CONTROL_ENTRIES, DEAD_LETTERS = 4096, 1000, 10_000
 
 
@@ -57,6 +66,8 @@ class Rules:
 
     def enter(self, job: Job, state: State, score_ms: int = 0) -> None:
         """A job that is not over is in exactly one swept index; one that is, in none."""
+        if State.QUEUED in (job.state, state):
+            self.measure()
         for name in SWEPT_IN.values():
             if name != SWEPT_IN.get(state):
                 self.data.index(name).pop(job.id, None)
@@ -131,7 +142,10 @@ class Rules:
         """The one way a job ends."""
         self.unpush(job)
         self.release_export(job)
+        if job.state is not State.QUEUED:
+            self.measure(1, job.prompt_tokens)
         self.enter(job, State.DONE)
+        self.data.index("deadlines").pop(job.id, None)
         job.reason, job.error, job.ended_ms, job.spec = reason, error, self.now_ms, None
         job.expires_ms = self.now_ms + RETENTION_MS
         self.tell(job, "e", job.epoch, len(job.log), reason, error)
@@ -152,10 +166,51 @@ class Rules:
         self.enter(job, State.QUEUED, self.now_ms)
         self.push(job, "prefill", "r")
 
-    def abandon(self, job: Job) -> None:
+    def abandon(self, job: Job, reason: str = "cancelled") -> None:
         """End a job that somebody may be running."""
         self.control(job.owner, "stop", job, job.epoch)
-        self.conclude(job, "cancelled")
+        self.conclude(job, reason)
+
+    # --- how much may wait
+
+    def measure(self, jobs: int = 0, tokens: int = 0) -> Drain:
+        """Count the time since the last look, and what ended now, if something waited meanwhile."""
+        drain = self.data.drain = self.data.drain or Drain(self.now_ms)
+        if self.data.index("queued"):
+            kept = math.exp(-max(0, self.now_ms - drain.at_ms) / DRAIN_MS)
+            drain.busy_ms = drain.busy_ms * kept + DRAIN_MS * (1 - kept)
+            drain.jobs = drain.jobs * kept + jobs
+            drain.tokens = drain.tokens * kept + tokens
+        drain.at_ms = self.now_ms
+        return drain
+
+    def busy(self, cls: str, jobs: int, tokens: int, max_jobs: int, max_tokens: int) -> tuple[Any, ...] | None:
+        """Why a request of so many jobs and prompt tokens is refused, and for how long; None when it is not."""
+        stand = self.data.waiting(cls)
+        if not jobs or not stand[0]:
+            return None
+        over = {"jobs": (stand[0], jobs, max_jobs), "tokens": (stand[1], tokens, max_tokens)}
+        for kind, (waiting, asked, limit) in over.items():
+            if limit and waiting + asked > limit:
+                excess = [max(0, waiting + asked - limit) if limit else 0 for waiting, asked, limit in over.values()]
+                return "busy", cls, kind, waiting, asked, limit, self._retry_ms(cls, (jobs, tokens), excess)
+        return None
+
+    def _retry_ms(self, cls: str, asked: Sequence[int], excess: Sequence[int]) -> int:
+        drain = self.measure()
+        if drain.busy_ms < LEAST_BUSY_MS or not drain.tokens:
+            return math.ceil(max(UNKNOWN_MS, drain.busy_ms))
+
+        def takes(jobs: int, tokens: int) -> float:
+            return max(jobs * drain.busy_ms / drain.jobs, tokens * drain.busy_ms / drain.tokens)
+
+        classes = list(Priority)
+        before = classes[: classes.index(Priority(cls))]
+        room_ms = takes(*excess) + sum(takes(*self.data.waiting(other)) for other in before)
+        after_ms = max(room_ms, drain.due_ms.get(cls, 0) - self.now_ms + takes(*asked))
+        after_ms = min(after_ms, MOST_MS, max(room_ms, HERD * takes(*self.data.waiting(cls))))
+        drain.due_ms[cls] = self.now_ms + after_ms
+        return math.ceil(after_ms)
 
     # --- its workers
 

@@ -39,8 +39,12 @@ class Execution(Rules):
 
     # --- clients
 
-    def submit(self, jobs: str, version: int) -> list[str]:
-        return [self._submit(new, version) for new in orjson.loads(jobs)]
+    def submit(self, jobs: str, version: int, max_jobs: int, max_tokens: int) -> Sequence[Any]:
+        wanted = orjson.loads(jobs)
+        fresh = [new["pt"] for new in wanted if new["id"] not in self.data.jobs and new["ep"] == 1]
+        if fresh and (no := self.busy(wanted[0]["cls"], len(fresh), sum(fresh), max_jobs, max_tokens)):
+            return no
+        return [self._submit(new, version) for new in wanted]
 
     def _submit(self, new: dict[str, Any], version: int) -> str:
         if new["id"] in self.data.jobs:
@@ -51,8 +55,10 @@ class Execution(Rules):
             deadline_ms=self.now_ms + new["ttl"] if new["ttl"] else 0, attachments=new["at"].split(),
             log=_noted(new["ep"], new["ids"], new["notes"]), resumes={new["ep"]: len(new["ids"])},
         )  # fmt: skip
-        self.data.jobs[job.id] = job
         self.enter(job, State.QUEUED, self.now_ms)
+        self.data.jobs[job.id] = job
+        if job.deadline_ms:
+            self.data.index("deadlines")[job.id] = job.deadline_ms
         for api in job.apis:  # it may never have said that it lives
             self.data.index("apis").setdefault(api, self.now_ms)
         if len(job.log) >= job.max_tokens:
@@ -289,9 +295,6 @@ class Execution(Rules):
     def _reap_queued(self, limit: int, before_ms: int) -> list[str]:
         pushed = []
         for job in self._due("queued", before_ms, limit):
-            if self.overdue(job):
-                self.conclude(job, "deadline")
-                continue
             if self.entry_is_lost(job):
                 self.push(job, "prefill", "r")
                 pushed.append(job.id)
@@ -310,6 +313,12 @@ class Execution(Rules):
                         abandoned.append(job.id)
             del self.data.index("apis")[api]
         return abandoned
+
+    def expire(self, limit: int) -> list[str]:
+        late = self.data.due("deadlines", self.now_ms - 1, limit)
+        for name in late:
+            self.abandon(self.data.jobs[name], "deadline")
+        return late
 
     # --- processes
 

@@ -15,7 +15,10 @@ TAG = re.compile(r"^prelay:\{([^{}]+)\}:")
 
 
 def _all_keys(keys: Keys) -> Iterator[str]:
-    yield from (keys.queued, keys.leases, keys.preempted, keys.domains, keys.workers, keys.dead)
+    yield from (
+        keys.queued, keys.leases, keys.preempted, keys.deadlines, keys.waiting, keys.drain,
+        keys.domains, keys.workers, keys.dead,
+    )  # fmt: skip
     yield from (keys.job("r/0"), keys.log("r/0"), keys.live("a"), keys.apis, keys.control("w"), keys.worker("w"))
     yield from (*keys.work("prefill"), *keys.work("decode:d"))
 

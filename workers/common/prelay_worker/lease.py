@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
 from prelay_queue.scripts import Held
-from prelay_queue.sweep import say, sweep
+from prelay_queue.sweep import expire, say, say_expired, sweep
 
 from .backend import Transport
 from .messages import Message, Release, Stop
@@ -81,6 +81,14 @@ class LeaseKeeper:
         self._status = status
 
     @property
+    def server_ms(self) -> int:
+        """What the server's clock shows by now, at least; 0 before it told."""
+        if self._beaten is None:
+            return 0
+        told, at = self._beaten
+        return told + int((time.monotonic() - at) * 1000)
+
+    @property
     def progress_ms(self) -> int:
         return int((time.monotonic() - self._stamp) * 1000)
 
@@ -89,6 +97,7 @@ class LeaseKeeper:
             self._renew: self._times.renew_ms,
             self._beat: self._times.heartbeat_ms,
             self._sweep: self._times.sweep_ms,
+            self._expire: self._times.deadline_check_ms,
             self._forget_lost_peers: self._times.worker_ttl_ms // 3,
         }
         at = {task: time.monotonic() + every / 1000 for task, every in due.items()}
@@ -150,13 +159,14 @@ class LeaseKeeper:
 
     def _sweep(self) -> None:
         # An outage must not expire the world: the holders need one lease to renew first.
-        now = time.monotonic()
-        if self._contact_since is None or (now - self._contact_since) * 1000 < self._times.lease_ms:
+        since = self._contact_since
+        if since is None or (time.monotonic() - since) * 1000 < self._times.lease_ms or self._beaten is None:
             return
-        if self._beaten is None:
-            return
-        server_ms, at = self._beaten
-        say(self._queue.run(sweep(self._queue.scripts, self._times, server_ms + int((now - at) * 1000))))
+        say(self._queue.run(sweep(self._queue.scripts, self._times, self.server_ms)))
+
+    def _expire(self) -> None:
+        ended = self._queue.run(expire(self._queue.scripts))
+        say_expired(ended)
 
     def farewell(self) -> None:
         """Remove the heartbeat: the fleet need not wait for it to expire."""

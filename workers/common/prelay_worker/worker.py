@@ -37,7 +37,7 @@ from .control import Control
 from .heads import Heads
 from .lease import LeaseKeeper
 from .messages import Claimed, Copied, Drain, Evict, Exported, Message, Release, Stop, key_of
-from .writer import Begin, Fail, Forget, GiveUp, Matcher, Recall, Tokens, Write, Writer
+from .writer import Begin, Expire, Fail, Forget, GiveUp, Matcher, Recall, Tokens, Write, Writer
 
 log = logging.getLogger("prelay.worker")
 
@@ -153,8 +153,10 @@ class Worker(ABC):
     # One turn of the model loop.
 
     def _turn(self) -> None:
-        """1 hear the other threads, 2 admit who waits, 3 one engine step, 4 write its tokens, 5 say how it stands."""
+        """1 hear the other threads, 2 end what is too late, 3 admit who waits, 4 one engine step, 5 write its tokens,
+        6 say how it stands."""
         self._hear()
+        self._end_overdue()
         self._admit_heads()
         if self.engine.has_work:
             self._after(self.engine.step())
@@ -247,6 +249,17 @@ class Worker(ABC):
             self._put([Recall(attempt.claim.id, attempt.claim.epoch, "urgent")])
         else:
             self._evict(attempt, "urgent")
+
+    def _end_overdue(self) -> None:
+        """End here what is past its deadline, whether Redis answers or not. An export, which somebody may be reading,
+        stays: `expire` ends its job, and then we are told to release it."""
+        now_ms = self.leases.server_ms
+        for claim in self._take_heads(lambda claim: claim.overdue(now_ms)):
+            self._put([Expire(claim.id, claim.epoch)])
+        for attempt in [each for each in self.attempts.values() if each.slot and each.claim.overdue(now_ms)]:
+            log.info("%s is past its deadline", attempt.key)
+            self._free(attempt)
+            self._put([Expire(attempt.claim.id, attempt.claim.epoch)])
 
     # What the policy is told.
 

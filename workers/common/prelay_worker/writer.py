@@ -88,6 +88,11 @@ class Fail(Write):
 
 
 @dataclass(frozen=True, slots=True)
+class Expire(Write):
+    """The deadline has passed and the attempt's KV is freed: the job ends."""
+
+
+@dataclass(frozen=True, slots=True)
 class Begin(Write):
     """An attempt is claimed. One of the same name may have been lost here: a job that Redis lost is submitted anew with
     the next epoch that its API process knows of, and we may have had that one already.
@@ -174,7 +179,7 @@ class Writer:
             self._matchers.pop(write.key, None)
             return []
         matcher = self._matchers.get(write.key)
-        if isinstance(write, (GiveUp, Fail)):
+        if isinstance(write, (GiveUp, Fail, Expire)):
             self._end(write.key)
         elif isinstance(write, Handoff):
             if matcher is not None and matcher.push(write.token) is not None:
@@ -246,6 +251,8 @@ class Writer:
                 return self._scripts.preempt(job, epoch, self._worker, reason)
             case Fail(job, epoch, seq, body):
                 return self._scripts.finish(job, epoch, self._worker, seq, (), FinishReason.ERROR, body)
+            case Expire(job, epoch):
+                return self._scripts.finish(job, epoch, self._worker, 0, (), FinishReason.DEADLINE)
         raise AssertionError(f"no script for {write}")
 
     def _settle(self, group: list[Write], answer: Any) -> None:
