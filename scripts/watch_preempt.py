@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -89,7 +90,9 @@ def main() -> None:
 def run(args: argparse.Namespace) -> bool:
     """Stream with preempts and without; whether both texts are equal."""
     screen = Screen()
-    with httpx.Client(base_url=args.url, timeout=120) as client:
+    key = os.environ.get("PRELAY_API_KEY", "").partition(",")[0]
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=args.url, headers=headers, timeout=120) as client:
         body: dict[str, object] = {
             "model": client.get("/v1/models").json()["data"][0]["id"],
             "messages": [{"role": "user", "content": PROMPT}],

@@ -10,18 +10,21 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prelay_queue import __version__
-from prelay_queue.errors import QueueBusy, QueueError, QueueFull, QueueUnavailable
+from prelay_queue.errors import QueueError, QueueFull, QueueUnavailable
 from prelay_text.errors import RequestError
 
-from .admission import on_busy
+from . import description
+from .access import RequireKey
 from .errors import BodyTooLarge
 from .outcome import FULL, INTERNAL, UNAVAILABLE, Failure, refused
 from .replies import failed
-from .routes import admin, completions, health, models
+from .routes import admin, completions, health, models, tokenize
 from .service import Service
+from .unserved import reason
 
 log = logging.getLogger("prelay.api")
 
@@ -45,9 +48,12 @@ def create_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.add_middleware(HeadIsGet)
-    for part in (completions, models, health, admin):
+    if service.config.api_keys:
+        app.add_middleware(RequireKey, keys=service.config.api_keys)
+    for part in (completions, tokenize, models, health, admin):
         app.include_router(part.router)
     _add_handlers(app)
+    description.describe(app, service.config)
     return app
 
 
@@ -75,11 +81,13 @@ def _add_handlers(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        known = {404: f"no such path: {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
-        message = known.get(error.status_code, str(error.detail))
-        reply = failed(Failure(error.status_code, message, "invalid_request_error"))
-        reply.headers.update(error.headers or {})
-        return reply
+        match error.status_code:
+            case 404:
+                return _no_such_path(request)
+            case 405:
+                return _wrong_method(request)
+            case status:
+                return failed(Failure(status, str(error.detail), "invalid_request_error"), error.headers)
 
     async def on_full(_: Request, __: Exception) -> Response:
         return failed(FULL)
@@ -97,8 +105,28 @@ def _add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(BodyTooLarge, on_too_large)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(QueueFull, on_full)
-    app.add_exception_handler(QueueBusy, on_busy)
     app.add_exception_handler(QueueUnavailable, on_unavailable)
     app.add_exception_handler(QueueError, on_fault)
     app.add_exception_handler(ClientDisconnect, on_gone)
     app.add_exception_handler(Exception, on_fault)
+
+
+def _no_such_path(request: Request) -> Response:
+    """The path is read from the scope: request.url is built with the Host header, which may be anything."""
+    path = request.scope["path"]
+    if why := reason(path):
+        return failed(Failure(404, why, "invalid_request_error", "not_served"))
+    return failed(Failure(404, f"no such path: {path[:200]}", "invalid_request_error", "unknown_path"))
+
+
+def _wrong_method(request: Request) -> Response:
+    """Allow names the methods of all routes of the path."""
+    allowed = [method for method in ("GET", "POST", "PUT", "PATCH", "DELETE") if _takes(request, method)]
+    allow = ", ".join(["HEAD", *allowed] if "GET" in allowed else allowed)
+    message = f"{request.method} is not allowed here, but {allow}"
+    return failed(Failure(405, message, "invalid_request_error", "method_not_allowed"), {"allow": allow})
+
+
+def _takes(request: Request, method: str) -> bool:
+    scope = {**request.scope, "method": method}
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.router.routes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prelay_queue.settings import QueueSettings
@@ -22,3 +22,7 @@ class ApiConfig:
     max_body_bytes: int = 8 * 1024 * 1024
     #: Silence on a stream after which a comment is sent, seconds.
     keep_alive_s: float = 10.0
+    #: Time in which a request has to arrive, from its first byte to the last of its body, seconds.
+    body_timeout_s: float = 60.0
+    #: Who may ask; empty: everybody.
+    api_keys: tuple[str, ...] = field(default=(), repr=False)

@@ -12,10 +12,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from .errors import StartupError
+from .protocol import protocol_with
 from .service import Service
 
 #: Connections that wait to be accepted.
 BACKLOG = 2048
+#: An idle connection is kept so long, seconds: longer than load balancers and clients keep theirs (up to 60), so that
+#: it is they who close it. Closed by us, it may be just when they send the next request on it.
+KEEP_ALIVE_S = 75
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -55,12 +59,14 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=protocol_with(service.config.body_timeout_s),
+            ws="none",
             lifespan="on",
             log_config=None,
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=grace_s,
         )
         super().__init__(config)

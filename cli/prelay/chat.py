@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from .apikeys import client_headers
 from .errors import CliError
 
 
@@ -24,6 +25,7 @@ class Conversation:
     temperature: float = 0.0
     seed: int | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
+    api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """OpenAI's clients want a base URL that ends in /v1, so people have that one at hand: it does too."""
@@ -42,8 +44,10 @@ class Conversation:
 
 def converse(conversation: Conversation, question: str | None) -> int:
     """Answer one question, or questions until /exit or the end of the input. Return the exit code."""
+    headers = client_headers(conversation.api_key)
     # An answer may take as long as it likes; a server that is not there is found out at once.
-    with httpx.Client(base_url=conversation.url, timeout=httpx.Timeout(None, connect=5), trust_env=False) as client:
+    timeout = httpx.Timeout(None, connect=5)
+    with httpx.Client(base_url=conversation.url, headers=headers, timeout=timeout, trust_env=False) as client:
         conversation.model = conversation.model or _first_model(client)
         if conversation.system:
             conversation.messages.append({"role": "system", "content": conversation.system})

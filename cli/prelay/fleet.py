@@ -9,13 +9,14 @@ import shlex
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prelay_queue.settings import QueueSettings
 from prelay_text.fingerprint import fingerprint
 
+from .apikeys import bearer
 from .child import ChildSpec
 from .embedded import EmbeddedServer
 from .errors import CliError
@@ -37,6 +38,8 @@ WORKER_STOP_S = 15.0
 SOCKET_CHECK_S = 2.0
 #: What the API gets beyond its own grace before it is killed, in seconds.
 API_STOP_EXTRA_S = 5.0
+#: Variables that only the API process gets.
+_KEYS = ("PRELAY_API_KEY", "PRELAY_API_KEY_FILE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Plan:
     name: str
     sizes: Sizes
     server: EmbeddedServer | None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def url(self) -> str:
@@ -62,7 +66,7 @@ class Plan:
         return [(f"{role}-{number}", role) for role, count in roles for number in range(count)]
 
     def environment(self, threads: int) -> dict[str, str]:
-        """Return a child's environment: ours, without the settings we read, with those we decided."""
+        """Return a child's environment: ours, without the settings we read, with those we decided, and no API key."""
         read = {option.variable for option in OPTIONS.values()} | {"PRELAY_CONFIG"}
         inherited = {name: value for name, value in os.environ.items() if name not in read}
         decided = {
@@ -74,13 +78,19 @@ class Plan:
             "PRELAY_THREADS": str(self.sizes.threads),
             "PYTHONUNBUFFERED": "1",
         }
-        return inherited | self.settings.environment() | decided | thread_variables(threads)
+        given = {name: value for name, value in self.settings.environment().items() if name not in _KEYS}
+        return inherited | given | decided | thread_variables(threads)
+
+    def _keys(self) -> dict[str, str]:
+        """Return what only the API process needs: workers ask nobody for a key."""
+        return {name: value for name, value in self.settings.environment().items() if name in _KEYS}
 
     def child(self, name: str, role: str, stop_s: float, threads: int) -> ChildSpec:
         command = (*PRELAY, role)
+        environment = self.environment(threads) | (self._keys() if role == "api" else {})
         before = _sweep_first if role == "prefill" else None
         after = None if role == "api" else self._disown
-        return ChildSpec(name, command, self.environment(threads), stop_s, before_start=before, after_death=after)
+        return ChildSpec(name, command, environment, stop_s, before_start=before, after_death=after)
 
     def nursery(self, warn: Callable[[str], None]) -> Nursery | None:
         """Return where workers come from; those of the null model import little and are started plainly."""
@@ -159,7 +169,8 @@ class Fleet:
         for name, role in self.plan.workers():
             spec = self.plan.child(name, role, WORKER_STOP_S, self.plan.sizes.threads)
             supervisor.keep(spec if self._nursery is None else self._nursery.nursed(spec))
-        await Readiness(settings.host, settings.port, supervisor).wait(self.report.waiting)
+        headers = bearer(self.plan.api_keys)
+        await Readiness(settings.host, settings.port, supervisor, headers).wait(self.report.waiting)
         supervisor.started_up = True
         self.report.settled()
         self._say_ready()
@@ -206,8 +217,9 @@ class Fleet:
         self.report.step(f"ready on {url} after {took:.1f} s ({', '.join(pools)}, {sizes.threads} thread(s) each)")
         message = '[{"role": "user", "content": "Hello"}]'
         body = f'{{"model": "{self.plan.name}", "stream": true, "temperature": 0, "messages": {message}}}'
+        key = ' -H "Authorization: Bearer $PRELAY_API_KEY"' if self.plan.api_keys else ""
         self.report.say(
-            f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
+            f"  curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
             f"  prelay chat --url {url}\n  Ctrl-C stops, in order"
         )
 

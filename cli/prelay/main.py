@@ -141,11 +141,14 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", min=1)] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0, max=2)] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key of a server that wants one.", envvar="PRELAY_API_KEY", metavar="KEY")
+    ] = None,
 ) -> None:
     """Talk to a running server. Ctrl-C stops an answer, /exit ends the conversation."""
     from .chat import Conversation, converse
 
-    conversation = Conversation(url, model, system, max_tokens, temperature, seed)
+    conversation = Conversation(url, model, system, max_tokens, temperature, seed, api_key=api_key)
     raise typer.Exit(converse(conversation, question))
 
 
@@ -192,25 +195,19 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _hide_password(arguments: list[str]) -> None:
-    """Move a --redis-url with a password from the arguments, which everybody can read, to the environment.
+def _hide_secrets(arguments: list[str]) -> None:
+    """Move API keys, and a --redis-url with a password, from the arguments, which all can read, to the environment.
 
     The process replaces itself; the environment wins nothing by it, as the command line came first anyway.
     """
-    from .redact import has_secret
+    from .redact import secrets_of
 
-    for at, word in enumerate(arguments):
-        flag, equals, value = word.partition("=")
-        if flag != "--redis-url":
-            continue
-        url = value if equals else (arguments[at + 1] if at + 1 < len(arguments) else "")
-        if has_secret(url):
-            rest = arguments[:at] + arguments[at + (1 if equals else 2) :]
-            environment = os.environ | {"PRELAY_REDIS_URL": url}
-            os.execve(sys.executable, [sys.executable, "-P", "-m", "prelay", *rest], environment)  # noqa: S606 - no shell is the point
+    rest, hidden = secrets_of(arguments)
+    if hidden:
+        os.execve(sys.executable, [sys.executable, "-P", "-m", "prelay", *rest], os.environ | hidden)  # noqa: S606 - no shell is the point
 
 
 def run() -> None:
     """Run what the command line says, and exit."""
-    _hide_password(sys.argv[1:])
+    _hide_secrets(sys.argv[1:])
     sys.exit(main(sys.argv[1:]))

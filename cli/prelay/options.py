@@ -12,8 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from .classes import QUEUED_JOBS, QUEUED_TOKENS, written
-
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -26,6 +24,7 @@ class Option:
     panel: str = "Options"
     is_switch: bool = False
     hidden: bool = False
+    is_list: bool = False  # may be given several times
 
     @property
     def flag(self) -> str:
@@ -46,7 +45,7 @@ class Option:
             show_default=False,
             hidden=self.hidden,
         )
-        kind = bool | None if self.is_switch else str | None
+        kind: Any = bool | None if self.is_switch else list[str] | None if self.is_list else str | None
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
         )
@@ -109,11 +108,15 @@ OPTIONS: dict[str, Option] = {
         Option("host", "ADDRESS", "Address to listen on.", "127.0.0.1", _API),
         Option("port", "PORT", "Port to listen on.", "8000", _API),
         Option(
-            "max_queued_jobs", "N", "How many answers may wait to be begun; beyond that, new requests get a 429. One"
-            " number for each class, or class=N,class=N; 0: no limit.", written(QUEUED_JOBS), _API,
+            "api_key", "KEY", "Whoever asks must send this key, or another one that is given: everything but the health"
+            " routes wants Authorization: Bearer KEY. May be repeated; PRELAY_API_KEY and the file take several with"
+            " commas between. Keep keys out of the command line: use PRELAY_API_KEY or --api-key-file.",
+            "everybody may ask", _API, is_list=True,
         ),
+        Option("api_key_file", "FILE", "API keys, one a line; lines that begin with # do not count.", "", _API),
         Option(
-            "max_queued_tokens", "N", "The same for the tokens of the prompts that wait.", written(QUEUED_TOKENS), _API,
+            "body_timeout_s", "SECONDS", "Longest time for a request, headers and body, to arrive; then 408.", "60",
+            _API,
         ),
         Option(
             "keep", "WHAT", "What a preempt keeps of an answer: delivered (what the client has seen) or emitted"
@@ -139,7 +142,8 @@ _RUN = (
 )  # fmt: skip
 _COMMON = ("redis_url", "model", "log_level")
 API = (
-    *_COMMON, "served_model_name", "host", "port", "max_queued_jobs", "max_queued_tokens", "keep", "shutdown_grace_s",
+    *_COMMON, "served_model_name", "host", "port", "api_key", "api_key_file", "body_timeout_s", "keep",
+    "shutdown_grace_s",
 )  # fmt: skip
 PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
 DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", *_RUN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -23,13 +23,15 @@ def base_url(host: str, port: int) -> str:
 class Readiness:
     """Ready is: the API's own verdict, and every worker process of ours among the ready ones."""
 
-    def __init__(self, host: str, port: int, supervisor: Supervisor) -> None:
+    def __init__(self, host: str, port: int, supervisor: Supervisor, headers: Mapping[str, str]) -> None:
+        """`headers` are sent along: the API may want a key."""
         self._url = base_url(host, port)
+        self._headers = headers
         self._supervisor = supervisor
 
     async def wait(self, tell: Callable[[str], None]) -> None:
         """Return when ready; `tell` hears what is missing. Has no time limit: models may be large."""
-        async with httpx.AsyncClient(base_url=self._url, timeout=5, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=5, trust_env=False) as client:
             while missing := await self._missing(client):
                 tell(f"loading: {', '.join(missing)}")
                 await asyncio.sleep(LOOK_S)

@@ -1,11 +1,34 @@
-"""URLs without their secrets, for messages."""
+"""Secrets: URLs without theirs, for messages, and arguments without any, for everybody who lists processes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _HIDDEN = "***"
 _FIELDS = re.compile(r"([?&](?:password|username)=)[^&#]*")
+
+
+def secrets_of(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Split arguments into those that may be seen, and variables for what may not: API keys, a URL with a password."""
+    rest: list[str] = []
+    url = ""
+    keys: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag not in ("--redis-url", "--api-key"):
+            rest.append(word)
+            continue
+        given = value if equals else next(words, None)
+        if flag == "--api-key" and given:
+            keys.append(given)
+        elif given is not None and has_secret(given):
+            url = given
+        else:
+            rest += [word] if equals or given is None else [word, given]
+    found = {"PRELAY_REDIS_URL": url, "PRELAY_API_KEY": ",".join(keys)}
+    return rest, {name: value for name, value in found.items() if value}
 
 
 def has_secret(url: str) -> bool:

@@ -11,7 +11,7 @@ from prelay_queue.settings import QueueSettings
 from prelay_text.errors import TextError
 from prelay_text.fingerprint import fingerprint
 
-from .classes import QUEUED_JOBS, QUEUED_TOKENS, per_class
+from .apikeys import api_keys
 from .errors import BadUsage, ModelUnavailable
 from .geometry import Geometry, check_folder, read_geometry
 from .host import this_host
@@ -25,6 +25,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 def run_api(settings: Settings) -> int:
     """Run one API process. Return its exit code."""
+    keys = api_keys(settings)
     folder = resolve_with_progress(settings.model)
     queue = queue_settings(settings, folder)
     _set_up(settings, threads=1)
@@ -40,6 +41,8 @@ def run_api(settings: Settings) -> int:
             port=settings.port,
             keep=settings.keep,
             shutdown_grace_s=settings.shutdown_grace_s,
+            body_timeout_s=settings.body_timeout_s,
+            api_keys=keys,
         )
     )
 
@@ -95,12 +98,7 @@ def queue_settings(settings: Settings, folder: Path) -> QueueSettings:
     if settings.url is None:
         raise BadUsage("--redis-url is needed: only prelay serve brings a server of its own")
     try:
-        return QueueSettings(
-            url=settings.url,
-            fleet=fingerprint(folder),
-            max_queued_jobs=per_class(settings.max_queued_jobs, QUEUED_JOBS),
-            max_queued_tokens=per_class(settings.max_queued_tokens, QUEUED_TOKENS),
-        )
+        return QueueSettings(url=settings.url, fleet=fingerprint(folder))
     except TextError as error:
         raise ModelUnavailable(str(error)) from None
 

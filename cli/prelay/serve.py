@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from .apikeys import api_keys
 from .embedded import EmbeddedServer
 from .fleet import Fleet, Plan
 from .host import check_port, this_host
@@ -33,6 +34,7 @@ def serve(settings: Settings) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_leaving_on_sigterm())
         # First what is quick to say and would otherwise be found out after a long download.
+        api_keys(settings)
         if settings.url is not None:
             inspect_server(settings.url)  # before anything runs that would have to be stopped again
         server = _embedded(settings, stack)
@@ -58,7 +60,7 @@ def _plan(settings: Settings, server: EmbeddedServer | None, report: Report) -> 
     kv = geometry(settings, folder)
     if swept := sweep_segments():  # before /dev/shm is measured
         report.step(f"removed {len(swept)} KV segment(s) that a crash had left in /dev/shm")
-    return Plan(settings, folder, name, sizes(settings, kv, this_host()), server)
+    return Plan(settings, folder, name, sizes(settings, kv, this_host()), server, api_keys(settings))
 
 
 @contextlib.contextmanager

@@ -7,16 +7,21 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
-from .classes import QUEUED_JOBS, QUEUED_TOKENS, per_class, written
+from .apikeys import SEPARATOR, check_key, split_keys
 from .errors import BadUsage
 from .options import OPTIONS
 from .redact import redact
@@ -53,13 +58,16 @@ def _check_block_size(value: int) -> int:
     return value
 
 
-def _per_class(defaults: Mapping[str, int], value: object) -> str:
-    """A number for each class, written out: the variable of a child reads the same."""
-    try:
-        return written(per_class(str(value), defaults))
-    except ValueError as error:
-        words = {"words": str(error), "value": str(value)}
-        raise PydanticCustomError("prelay", "{words}, not '{value}'", words) from None
+def _read_keys(value: object) -> tuple[SecretStr, ...]:
+    """From one text with commas, or from a list. What is wrong is told without the key."""
+    found = split_keys(value) if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(key, str | SecretStr) for key in found):
+        raise PydanticCustomError("prelay", "must be text, or a list of texts")
+    keys = [key.get_secret_value() if isinstance(key, SecretStr) else key for key in found]
+    for number, key in enumerate(keys, 1):
+        if problem := check_key(key):
+            raise PydanticCustomError("prelay", "key {number} {problem}", {"number": number, "problem": problem})
+    return tuple(map(SecretStr, keys))
 
 
 class Settings(BaseSettings):
@@ -90,8 +98,9 @@ class Settings(BaseSettings):
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    max_queued_jobs: Annotated[str, BeforeValidator(partial(_per_class, QUEUED_JOBS))] = written(QUEUED_JOBS)
-    max_queued_tokens: Annotated[str, BeforeValidator(partial(_per_class, QUEUED_TOKENS))] = written(QUEUED_TOKENS)
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_read_keys)] = ()
+    api_key_file: Path | None = None
+    body_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 60
     keep: Literal["delivered", "emitted"] = "delivered"
     shutdown_grace_s: Annotated[int, Field(ge=0, le=3600)] = 10
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -133,8 +142,10 @@ class Settings(BaseSettings):
         return prefill, decode, self.unified
 
     def environment(self) -> dict[str, str]:
-        """Return the settings as variables for a child. The URL travels this way, and never in arguments."""
-        values = self.model_dump(exclude_none=True) | ({"redis_url": self.url} if self.url else {})
+        """Return the settings as variables for a child. The URL and the keys travel this way, and never in arguments."""
+        values = self.model_dump(exclude_none=True, exclude={"api_key"}) | ({"redis_url": self.url} if self.url else {})
+        if self.api_key:
+            values["api_key"] = SEPARATOR.join(key.get_secret_value() for key in self.api_key)
         return {OPTIONS[name].variable: str(value) for name, value in values.items()}
 
 

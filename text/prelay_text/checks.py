@@ -8,11 +8,34 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sized
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .errors import RequestError
 
 Check = Callable[[str, Any], Any]
+Schema = dict[str, Any]
+T = TypeVar("T")
+
+
+class Described(Generic[T]):
+    """A check that knows the JSON Schema of what it takes: what is outside of it is refused.
+
+    Not all that is inside is taken: a schema says nothing of the vocabulary, or of half characters.
+    """
+
+    def __init__(self, check: Callable[[str, Any], T], schema: Schema) -> None:
+        self._check = check
+        self.schema = schema
+        self.__doc__ = check.__doc__
+
+    def __call__(self, name: str, value: Any) -> T:
+        return self._check(name, value)
+
+
+def described(schema: Schema) -> Callable[[Callable[[str, Any], T]], Described[T]]:
+    """Say what a check takes."""
+    return lambda check: Described(check, schema)
+
 
 #: A token id as the key of an object.
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
@@ -45,16 +68,19 @@ def is_int(value: object) -> bool:
     return type(value) is int
 
 
+@described({"type": "boolean"})
 def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise wrong_type(name, "true or false", value)
     return value
 
 
-def integer(low: int, high: int | None = None) -> Check:
+def integer(low: int, high: int | None = None) -> Described[int]:
     """An integer in [low, high]."""
     wanted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    limits = {"minimum": low} | ({} if high is None else {"maximum": high})
 
+    @described({"type": "integer", **limits})
     def check(name: str, value: Any) -> int:
         if not is_int(value):
             raise wrong_type(name, wanted, value)
@@ -65,10 +91,11 @@ def integer(low: int, high: int | None = None) -> Check:
     return check
 
 
-def number(low: float, high: float, *, above: bool = False) -> Check:
+def number(low: float, high: float, *, above: bool = False) -> Described[float]:
     """A finite number in [low, high], or in (low, high] with `above`."""
     wanted = f"a number above {low:g} and at most {high:g}" if above else f"a number from {low:g} to {high:g}"
 
+    @described({"type": "number", "exclusiveMinimum" if above else "minimum": low, "maximum": high})
     def check(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong_type(name, wanted, value)
@@ -80,10 +107,12 @@ def number(low: float, high: float, *, above: bool = False) -> Check:
     return check
 
 
-def text(least: int, most: int | None = None) -> Check:
+def text(least: int, most: int | None = None) -> Described[str]:
     """A string of `least` to `most` characters that can be encoded as UTF-8."""
     limit = f"of at least {least} characters" if most is None else f"of {least} to {most} characters"
+    limits = {"minLength": least} | ({} if most is None else {"maxLength": most})
 
+    @described({"type": "string", **limits})
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str):
             raise wrong_type(name, "a string", value)
@@ -105,10 +134,11 @@ def encodable(name: str, value: str) -> str:
     return value
 
 
-def one_or_many_texts(most: int, longest: int) -> Check:
+def one_or_many_texts(most: int, longest: int) -> Described[tuple[str, ...]]:
     """A non-empty string or a list of up to `most`, each of up to `longest` characters; kept as a tuple."""
     one = text(1, longest)
 
+    @described({"anyOf": [one.schema, {"type": "array", "items": one.schema, "maxItems": most}]})
     def check(name: str, value: Any) -> tuple[str, ...]:
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list):
@@ -121,10 +151,11 @@ def one_or_many_texts(most: int, longest: int) -> Check:
     return check
 
 
-def one_of(values: Mapping[str, Any]) -> Check:
+def one_of(values: Mapping[str, Any]) -> Described[Any]:
     """One of these names; kept as what it stands for."""
     wanted = f"one of {', '.join(values)}"
 
+    @described({"type": "string", "enum": list(values)})
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, str):
             raise wrong_type(name, wanted, value)
@@ -135,9 +166,11 @@ def one_of(values: Mapping[str, Any]) -> Check:
     return check
 
 
-def token_ids(most: int | None = None) -> Check:
+def token_ids(most: int | None = None) -> Described[tuple[int, ...]]:
     """A list of integers; whether they are in the vocabulary is seen when the tokenizer is at hand."""
+    limits = {} if most is None else {"maxItems": most}
 
+    @described({"type": "array", "items": {"type": "integer", "minimum": 0}, **limits})
     def check(name: str, value: Any) -> tuple[int, ...]:
         if not isinstance(value, list):
             raise wrong_type(name, "a list of token ids", value)
@@ -151,10 +184,12 @@ def token_ids(most: int | None = None) -> Check:
     return check
 
 
-def biases(most: int, low: float, high: float) -> Check:
+def biases(most: int, low: float, high: float) -> Described[tuple[tuple[int, float], ...]]:
     """An object of up to `most` numbers in [low, high] by token id, which JSON writes as a string; kept as pairs."""
     number_check = number(low, high)
+    keys = {"propertyNames": {"pattern": f"^{_TOKEN_ID.pattern}$"}, "maxProperties": most}
 
+    @described({"type": "object", "additionalProperties": number_check.schema, **keys})
     def check(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         if not isinstance(value, dict):
             raise wrong_type(name, "an object of numbers by token id", value)
@@ -168,10 +203,12 @@ def biases(most: int, low: float, high: float) -> Check:
     return check
 
 
-def text_map(most: int, longest_key: int, longest_value: int) -> Check:
+def text_map(most: int, longest_key: int, longest_value: int) -> Described[dict[str, str]]:
     """An object of up to `most` strings by string."""
     key_check, value_check = text(1, longest_key), text(0, longest_value)
+    keys = {"propertyNames": {"minLength": 1, "maxLength": longest_key}, "maxProperties": most}
 
+    @described({"type": "object", "additionalProperties": value_check.schema, **keys})
     def check(name: str, value: Any) -> dict[str, str]:
         if not isinstance(value, dict):
             raise wrong_type(name, "an object of strings", value)

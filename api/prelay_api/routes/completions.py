@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from prelay_text.parameters import Route, parameters_of
+from prelay_text.parameters import Route
 from prelay_text.request import ChatRequest, CompletionRequest
+from prelay_text.schema import request_schema
 from prelay_text.validate import chat_request, completion_request
 
 from ..answer import collect
-from ..body import parse_json, read_body
-from ..deadline import with_deadline
+from ..body import read_json
 from ..outcome import CLOSING, Failure
 from ..replies import failed, json_reply
 from ..service import Service, service_of
@@ -29,24 +29,20 @@ router = APIRouter(tags=["OpenAI"])
 
 def _documented(route: Route, example: dict[str, Any]) -> dict[str, Any]:
     """The request body for the OpenAPI page: read from the one table of parameters."""
-    rows = [row for row in parameters_of(route).values() if row.check is not None]
-    schema = {
-        "type": "object",
-        "required": [row.name for row in rows if row.required],
-        "properties": {row.name: {} if row.required or not row.default else {"default": row.default} for row in rows},
-        "additionalProperties": False,
-    }
+    schema = request_schema(route)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
 
 
 _ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer as JSON, or with `stream` as server-sent events."},
+    200: {
+        "description": "The answer as JSON, or with `stream` as server-sent events.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    },
     400: {"description": "A parameter is wrong: the message names it, its limit and its value."},
     404: {"description": "The model is not served here."},
     413: {"description": "The body is too large."},
     429: {"description": "As much of this class waits as may wait; Retry-After says when there should be room."},
     503: {"description": "The queue is full or does not answer; Retry-After says when to try again."},
-    504: {"description": "The answer was not complete by the request's deadline."},
 }
 
 
@@ -79,9 +75,9 @@ async def _serve(request: Request, read: Callable[[object], CompletionRequest | 
     service = service_of(request)
     if service.closing:
         return failed(CLOSING)
-    raw = await read_body(request, service.config.max_body_bytes)
-    wanted = with_deadline(read(parse_json(raw)), request.headers)
-    session = await service.open(wanted, long=len(raw) > LONG_BODY)
+    body, size = await read_json(request, service.config.max_body_bytes)
+    wanted = read(body)
+    session = await service.open(wanted, long=size > LONG_BODY)
     try:
         await session.submit()
         return await _answer(service, session, request, stream=wanted.stream)

@@ -39,6 +39,7 @@ Note = Annotated[list[str] | None, _option("Add this to the report; may be repea
 def serve(
     url: Annotated[str, _option("Where the server is.", "URL")] = "http://127.0.0.1:8000",
     model: Annotated[str, _option("The model to ask for; the first one served if absent.", "NAME")] = "",
+    api_key: Annotated[str | None, _option("Key of a server that wants one.", "KEY", envvar="PRELAY_API_KEY")] = None,
     concurrency: Annotated[
         str,
         _option(
@@ -90,6 +91,7 @@ def serve(
 
     Prelay's or any other with OpenAI's streamed /v1/completions. Ctrl-C reports what was measured so far.
     """
+    from ..apikeys import client_headers
     from . import parse, workload
     from .client import Manner
     from .figures import parse_slo
@@ -98,6 +100,7 @@ def serve(
     from .serve import Plan, run
 
     words = {name: value for name, value in locals().items() if isinstance(value, str | int | float)}
+    words.pop("api_key", None)
     output = parse_lengths(output_len, "--output-len")
     plan = Plan(
         url=url.rstrip("/").removesuffix("/v1"),
@@ -113,6 +116,7 @@ def serve(
         find_goodput=find_goodput,
         seed=seed,
         words=words,
+        headers=client_headers(api_key),
     )
     raise typer.Exit(run(plan, Wanted(json, plot), note or ()))
 

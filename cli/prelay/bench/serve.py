@@ -51,6 +51,8 @@ class Plan:
     seed: int = 0
     #: As the user wrote it, for the report.
     words: dict[str, Any] = field(default_factory=dict)
+    #: Sent with every request, and never reported: a key.
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
 
     def check(self) -> None:
         """Raise BadUsage for what does not go together."""
@@ -70,7 +72,7 @@ def run(plan: Plan, wanted: Wanted, notes: Sequence[str]) -> int:
     plan.check()
     wanted.check()
     found = facts.begin(notes)
-    about = target.describe(plan.url, plan.manner.model or None)
+    about = target.describe(plan.url, plan.manner.model or None, plan.headers)
     with progress() as tell:
         session = _Session(plan, about["model"], tell)
         asyncio.run(session.run())
@@ -117,7 +119,9 @@ class _Session:
             loop.add_signal_handler(number, on_signal)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx.Timeout(None, connect=10)
-        async with httpx.AsyncClient(base_url=self.plan.url, limits=limits, timeout=timeout, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=self.plan.url, headers=self.plan.headers, limits=limits, timeout=timeout, trust_env=False
+        ) as client:
             yield Load(client, self._manner, stop)
 
     async def _warm_up(self, load: Load) -> None:

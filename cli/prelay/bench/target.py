@@ -20,12 +20,13 @@ from ..errors import CliError
 _KEPT = ("role", "dtype", "exact", "threads", "block_size", "context_len", "numerics")
 
 
-def describe(url: str, model: str | None) -> dict[str, Any]:
+def describe(url: str, model: str | None, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return {"url", "model"} and, where it is a Prelay, mode, exactness, threads, dtype and KV sizes.
 
     Raise CliError with one line where nothing answers, or no OpenAI-style API.
     """
-    with httpx.Client(base_url=url, timeout=httpx.Timeout(30, connect=5), trust_env=False) as client:
+    timeout = httpx.Timeout(30, connect=5)
+    with httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False) as client:
         found: dict[str, Any] = {"url": url, "model": model or _first_model(client)}
         return found | _workers(client)
 

@@ -91,17 +91,22 @@ def test_bad_usage_is_one_line_and_exit_code_two(
     assert shown.out == ""
 
 
-def test_a_password_on_the_command_line_leaves_it_before_anything_else_happens() -> None:
+def test_secrets_on_the_command_line_leave_it_before_anything_else_happens() -> None:
     code = """
 import os, sys
 import prelay.main as main
-os.execve = lambda program, arguments, environment: print(arguments[1:], environment["PRELAY_REDIS_URL"])
+def show(program, arguments, environment):
+    print(arguments[1:], environment.get("PRELAY_REDIS_URL"), environment.get("PRELAY_API_KEY"))
+os.execve = show
 for words in (["serve", "--redis-url", "redis://:hush@q/0", "--port", "1"], ["serve", "--redis-url=redis://:hush@q/0"],
-              ["serve", "--redis-url", "redis://q/0"], ["serve", "--redis-url"]):
-    main._hide_password(words)
+              ["serve", "--redis-url", "redis://q/0"], ["serve", "--redis-url"],
+              ["serve", "--api-key", "k1", "--port", "1", "--api-key=k2", "--redis-url", "redis://q/0"],
+              ["serve", "--api-key"], ["serve", "--api-key", ""], ["serve", "--api-key-file", "keys"]):
+    main._hide_secrets(words)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        "['-P', '-m', 'prelay', 'serve', '--port', '1'] redis://:hush@q/0",
-        "['-P', '-m', 'prelay', 'serve'] redis://:hush@q/0",
+        "['-P', '-m', 'prelay', 'serve', '--port', '1'] redis://:hush@q/0 None",
+        "['-P', '-m', 'prelay', 'serve'] redis://:hush@q/0 None",
+        "['-P', '-m', 'prelay', 'serve', '--port', '1', '--redis-url', 'redis://q/0'] None k1,k2",
     ]
