@@ -14,11 +14,12 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prelay_queue import __version__
-from prelay_queue.errors import QueueError, QueueFull, QueueUnavailable
+from prelay_queue.errors import QueueBusy, QueueError, QueueFull, QueueUnavailable
 from prelay_text.errors import RequestError
 
 from . import description
 from .access import RequireKey
+from .admission import on_busy
 from .errors import BodyTooLarge
 from .outcome import FULL, INTERNAL, UNAVAILABLE, Failure, refused
 from .replies import failed
@@ -105,6 +106,7 @@ def _add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(BodyTooLarge, on_too_large)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(QueueFull, on_full)
+    app.add_exception_handler(QueueBusy, on_busy)
     app.add_exception_handler(QueueUnavailable, on_unavailable)
     app.add_exception_handler(QueueError, on_fault)
     app.add_exception_handler(ClientDisconnect, on_gone)

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .classes import QUEUED_JOBS, QUEUED_TOKENS, written
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -119,6 +121,13 @@ OPTIONS: dict[str, Option] = {
             _API,
         ),
         Option(
+            "max_queued_jobs", "N", "How many answers may wait to be begun; beyond that, new requests get a 429. One"
+            " number for each class, or class=N,class=N; 0: no limit.", written(QUEUED_JOBS), _API,
+        ),
+        Option(
+            "max_queued_tokens", "N", "The same for the tokens of the prompts that wait.", written(QUEUED_TOKENS), _API,
+        ),
+        Option(
             "keep", "WHAT", "What a preempt keeps of an answer: delivered (what the client has seen) or emitted"
             " (all of it).", "delivered", _API,
         ),
@@ -142,8 +151,8 @@ _RUN = (
 )  # fmt: skip
 _COMMON = ("redis_url", "model", "log_level")
 API = (
-    *_COMMON, "served_model_name", "host", "port", "api_key", "api_key_file", "body_timeout_s", "keep",
-    "shutdown_grace_s",
+    *_COMMON, "served_model_name", "host", "port", "api_key", "api_key_file", "body_timeout_s", "max_queued_jobs",
+    "max_queued_tokens", "keep", "shutdown_grace_s",
 )  # fmt: skip
 PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
 DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", *_RUN)

@@ -12,6 +12,7 @@ from prelay_text.errors import TextError
 from prelay_text.fingerprint import fingerprint
 
 from .apikeys import api_keys
+from .classes import QUEUED_JOBS, QUEUED_TOKENS, per_class
 from .errors import BadUsage, ModelUnavailable
 from .geometry import Geometry, check_folder, read_geometry
 from .host import this_host
@@ -98,7 +99,12 @@ def queue_settings(settings: Settings, folder: Path) -> QueueSettings:
     if settings.url is None:
         raise BadUsage("--redis-url is needed: only prelay serve brings a server of its own")
     try:
-        return QueueSettings(url=settings.url, fleet=fingerprint(folder))
+        return QueueSettings(
+            url=settings.url,
+            fleet=fingerprint(folder),
+            max_queued_jobs=per_class(settings.max_queued_jobs, QUEUED_JOBS),
+            max_queued_tokens=per_class(settings.max_queued_tokens, QUEUED_TOKENS),
+        )
     except TextError as error:
         raise ModelUnavailable(str(error)) from None
 

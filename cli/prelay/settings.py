@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from pydantic_settings import (
 )
 
 from .apikeys import SEPARATOR, check_key, split_keys
+from .classes import QUEUED_JOBS, QUEUED_TOKENS, per_class, written
 from .errors import BadUsage
 from .options import OPTIONS
 from .redact import redact
@@ -70,6 +72,16 @@ def _read_keys(value: object) -> tuple[SecretStr, ...]:
     return tuple(map(SecretStr, keys))
 
 
+def _per_class(defaults: Mapping[str, int], value: object) -> str:
+    """A number for each class, written out: the variable of a child reads the same."""
+    try:
+        return written(per_class(str(value), defaults))
+    except ValueError as error:
+        raise PydanticCustomError(
+            "prelay", "{words}, not '{value}'", {"words": str(error), "value": str(value)}
+        ) from None
+
+
 class Settings(BaseSettings):
     """Every setting of every command; OPTIONS says what each is for."""
 
@@ -101,6 +113,8 @@ class Settings(BaseSettings):
     api_key: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_read_keys)] = ()
     api_key_file: Path | None = None
     body_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 60
+    max_queued_jobs: Annotated[str, BeforeValidator(partial(_per_class, QUEUED_JOBS))] = written(QUEUED_JOBS)
+    max_queued_tokens: Annotated[str, BeforeValidator(partial(_per_class, QUEUED_TOKENS))] = written(QUEUED_TOKENS)
     keep: Literal["delivered", "emitted"] = "delivered"
     shutdown_grace_s: Annotated[int, Field(ge=0, le=3600)] = 10
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -15,6 +15,7 @@ from prelay_text.validate import chat_request, completion_request
 
 from ..answer import collect
 from ..body import read_json
+from ..deadline import with_deadline
 from ..outcome import CLOSING, Failure
 from ..replies import failed, json_reply
 from ..service import Service, service_of
@@ -43,6 +44,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     413: {"description": "The body is too large."},
     429: {"description": "As much of this class waits as may wait; Retry-After says when there should be room."},
     503: {"description": "The queue is full or does not answer; Retry-After says when to try again."},
+    504: {"description": "The answer was not complete by the request's deadline."},
 }
 
 
@@ -76,7 +78,7 @@ async def _serve(request: Request, read: Callable[[object], CompletionRequest | 
     if service.closing:
         return failed(CLOSING)
     body, size = await read_json(request, service.config.max_body_bytes)
-    wanted = read(body)
+    wanted = with_deadline(read(body), request.headers)
     session = await service.open(wanted, long=size > LONG_BODY)
     try:
         await session.submit()
