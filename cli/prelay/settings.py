@@ -77,9 +77,8 @@ def _per_class(defaults: Mapping[str, int], value: object) -> str:
     try:
         return written(per_class(str(value), defaults))
     except ValueError as error:
-        raise PydanticCustomError(
-            "prelay", "{words}, not '{value}'", {"words": str(error), "value": str(value)}
-        ) from None
+        words = {"words": str(error), "value": str(value)}
+        raise PydanticCustomError("prelay", "{words}, not '{value}'", words) from None
 
 
 class Settings(BaseSettings):
@@ -156,7 +155,7 @@ class Settings(BaseSettings):
         return prefill, decode, self.unified
 
     def environment(self) -> dict[str, str]:
-        """Return the settings as variables for a child. The URL and the keys travel this way, and never in arguments."""
+        """Return the settings as variables for a child. URL and keys travel this way, and never in arguments."""
         values = self.model_dump(exclude_none=True, exclude={"api_key"}) | ({"redis_url": self.url} if self.url else {})
         if self.api_key:
             values["api_key"] = SEPARATOR.join(key.get_secret_value() for key in self.api_key)
