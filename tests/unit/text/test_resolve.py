@@ -92,7 +92,7 @@ def test_an_empty_prompt_is_refused_unless_the_tokenizer_starts_it(
 def test_a_prompt_that_leaves_no_room_names_both_numbers(
     byte_level: Tokenizer, room: int, max_tokens: int | None
 ) -> None:
-    with pytest.raises(RequestError, match=f"{64 - room} tokens.*context of 64 tokens") as caught:
+    with pytest.raises(RequestError, match=f"{64 - room} tokens.*context limit of 64 tokens") as caught:
         parts(byte_level, prompt=(5,) * (64 - room), max_tokens=max_tokens)
     assert caught.value.code == "context_length_exceeded"
 
