@@ -21,7 +21,7 @@ INPUTS := pyproject.toml constraints.txt scripts/install.sh
 INSTALL = PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" scripts/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev model serve test test-slow lint format types layers check clean
+.PHONY: help install dev clients model serve test test-slow lint format types layers check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,9 +34,15 @@ $(VENV)/installed-dev: $(INPUTS)
 	$(INSTALL) --group dev
 	@touch $(VENV)/installed $@
 
+$(VENV)/installed-clients: $(INPUTS)
+	$(INSTALL) --group dev --group clients
+	@touch $(VENV)/installed $(VENV)/installed-dev $@
+
 install: $(VENV)/installed ## .venv with Prelay in it
 
 dev: $(VENV)/installed-dev ## … and the tools of its developers
+
+clients: $(VENV)/installed-clients ## … and the clients of others that it is tested with (300 MB)
 
 model: $(VENV)/installed ## fetch the demo model, once
 	$(BIN)/prelay model fetch-demo

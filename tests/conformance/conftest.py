@@ -6,6 +6,8 @@ from those before it. Nothing leaves this machine, and the keys are no keys.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,3 +31,19 @@ def server(null_folder: Path) -> Iterator[Serving]:
     """`prelay serve` with the null model, which it serves as "null"."""
     with serving("--null-model", "--served-model-name", "null", model=null_folder) as found:
         yield found
+
+
+def need(package: str) -> None:
+    """Skip the test where a client is not installed; in CI, which installs them all, fail."""
+    if importlib.util.find_spec(package) is not None:
+        return
+    words = f"{package} is not installed here: it is of the dependency group `clients` (make clients)"
+    if os.environ.get("CI"):
+        pytest.fail(words)
+    pytest.skip(words)
+
+
+def client_environment(**more: str) -> dict[str, str]:
+    """The environment of a client's own process, without settings and keys of the person who runs the tests."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "LITELLM_", "LLM_"))}
+    return kept | more
