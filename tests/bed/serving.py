@@ -15,9 +15,12 @@ from typing import Any
 
 import httpx
 import psutil
+import redis
 
+from prelay.statedir import socket_path
 from prelay_kv.shm import sweep
 
+from .pools import is_accounted, is_whole, left_in
 from .processes import until
 
 
@@ -86,13 +89,18 @@ class Serving:
         return int(worker["pid"])
 
     def until_drained(self, timeout_s: float = 20) -> None:
-        """Wait until no pool is held by anybody; nothing may be orphaned at any time after."""
+        """Wait until all workers say anew that nobody holds a block, and no job is open. All accounts must be right."""
+        before = {worker["id"]: worker["t"] for worker in self.workers()}
 
         def drained() -> bool:
-            pools = [w["kv"] for w in self.workers()]
-            return bool(pools) and all(kv["free"] + kv["cached"] == kv["total"] and not kv["orphaned"] for kv in pools)
+            workers = self.workers()
+            assert all(is_accounted(worker["kv"]) for worker in workers), workers
+            anew = all(worker["t"] > before.get(worker["id"], 0) for worker in workers)
+            return bool(workers) and anew and all(is_whole(worker["kv"]) for worker in workers)
 
         until(drained, timeout_s)
+        with redis.Redis(unix_socket_path=str(socket_path(Path(self.state.name))), protocol=2) as client:
+            until(lambda: not left_in(client), timeout_s)
 
     def stop(self) -> int:
         """SIGTERM, as Ctrl-C does; return the exit code and check that nothing is left."""
@@ -112,11 +120,12 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(*arguments: str, model: Path, environment: dict[str, str] | None = None) -> Iterator[Serving]:
-    """A server that is ready, and that leaves no process and no shared memory."""
+    """A server that is ready, and that leaves no block, no process and no shared memory."""
     server = Serving(*arguments, model=model, environment=environment)
     try:
         server.until_ready()
         yield server
+        server.until_drained()
     finally:
         code = server.stop()
     assert code == 0, server.log

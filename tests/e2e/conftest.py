@@ -13,6 +13,16 @@ from tests.bed.serving import Serving, serving
 SMALL = ("--kv-blocks", "16", "--max-model-len", "256")
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_held(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test its server's pools are whole, and Redis has no job of it that is open or stays for ever."""
+    names = [name for name in ("plain", "tight", "tight_bf16") if name in request.fixturenames]
+    servers: list[Serving] = [request.getfixturevalue(name) for name in names]
+    yield
+    for server in servers:
+        server.until_drained()
+
+
 @pytest.fixture(scope="session")
 def plain(demo_model: Path) -> Iterator[Serving]:
     """`prelay serve` with its defaults."""

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -42,7 +43,7 @@ def decode(raw: str) -> WorkerConfig:
     return WorkerConfig(
         **{**data, "role": Role(data["role"])},
         queue=_queue(queue),
-        null=NullModel(**{**null, "eos_ids": tuple(null["eos_ids"])}),
+        null=NullModel(**{**null, "eos_ids": tuple(null["eos_ids"])}) if null else None,
         model=Path(model) if model else None,
     )
 
@@ -75,6 +76,14 @@ def serve_forked(raw: str, faults: str, log: str, kind: str = "worker") -> None:
         logging.shutdown()
         sys.stderr.flush()
         os._exit(code)  # as the end of a process; the fork server's own clean-up is not ours
+
+
+def serve_nursed(argv: Sequence[str]) -> int:
+    """Serve in a fork of the nursery: its role, the configuration, and the faults."""
+    _, raw, faults = argv
+    faulthandler.register(signal.SIGUSR1)
+    failpoints.arm(faults)
+    return serve(raw)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tests.bed.http import client_of, get
 from tests.bed.processes import until
 from tests.bed.servers import Server
 from tests.faults import tally
-from tests.faults.fleet import TIMES
+from tests.faults.fleet import TIMES, ended
 from tests.faults.forked import ApiProcess
 from tests.faults.traffic import COMPLETIONS
 from tests.faults.web import WebFleet
@@ -139,11 +139,6 @@ class Site(WebFleet):
         tally.add(tokens=sum(len(heard.ids) for found in streams for heard in found.choices.values()))
         return streams
 
-    def check_nothing_left(self) -> None:
-        """All blocks are free with no new traffic; then all processes end well, and leave no key behind."""
-        self.until_free()
-        super().check_nothing_left()
-
     def check_one_end(self, job: str, tokens: int) -> list[int]:
         """The log of a job has so many tokens, and one end behind them; return the tokens."""
         log: Any = self.redis.xrange(self.keys.log(job))
@@ -173,14 +168,13 @@ def site(server: Server, **options: Any) -> Iterator[Site]:
     """A site that leaves no process and no key. Counted as a case when it ends well. `options` are WebFleet's."""
     with tempfile.TemporaryDirectory(prefix="site-") as folder:
         found = Site(server, Path(folder), **{"null": DIVERGENT, "times": TIMES, **options})
-        try:
-            yield found
-            tally.add(cases=1)
-        except BaseException:
-            print(found.report())
-            raise
-        finally:
-            found.close()
+        with ended(found):
+            try:
+                yield found
+            except BaseException:
+                print(found.report())
+                raise
+        tally.add(cases=1)
 
 
 def is_ready(url: str) -> bool:

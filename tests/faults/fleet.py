@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -26,6 +26,7 @@ from prelay_queue.scripts import NewJob, text
 from prelay_queue.settings import QueueSettings, QueueTimes
 from prelay_worker.config import NullModel, Role, WorkerConfig
 from prelay_worker.null import null_token
+from tests.bed.pools import NO_END, is_accounted, is_whole
 from tests.bed.processes import ROOT, until
 from tests.bed.servers import Server
 from tests.faults.child import encode
@@ -39,8 +40,6 @@ TIMES = QueueTimes(
 #: A frozen worker is continued after this long: its leases have ended and its jobs run elsewhere.
 THAW_S = TIMES.lease_ms / 1000 + 0.7
 NULL = NullModel(step_ms=2)
-#: What PTTL answers for a key that stays.
-_NO_END = -1
 
 
 @dataclass
@@ -73,6 +72,7 @@ class NullFleet:
     clients: list[Client] = field(default_factory=list)
     nudge: Callable[[], None] = lambda: None  # done again and again while jobs run
     relay: bool = True  # clients answer preempts with what they delivered
+    checked: bool = False  # nothing is left: no block, no process, no key
     chance: random.Random = field(default_factory=lambda: random.Random(7))
 
     def __post_init__(self) -> None:
@@ -86,18 +86,25 @@ class NullFleet:
     def start(self, role: Role, faults: str = "", blocks: int = 64, **changes: Any) -> WorkerProcess:
         settings = replace(self.settings, url=self.url) if self.url else self.settings
         config = WorkerConfig(role, settings, None, kv_blocks=blocks, block_size=4, null=self.null)
-        worker = WorkerProcess(replace(config, **changes), faults, self.folder)
+        worker = self._worker(replace(config, **changes), faults)
         self.workers.append(worker)
         return worker
 
+    def _worker(self, config: WorkerConfig, faults: str = "") -> WorkerProcess:
+        return WorkerProcess(config, faults, self.folder)
+
     def until_ready(self) -> None:
-        until(lambda: len(self.status()) == len(self.workers) and all(worker.id for worker in self.workers), 20)
+        def ready() -> bool:
+            assert not [worker for worker in self.workers if worker.code == 1], self.logs()
+            return len(self.status()) == len(self.workers) and all(worker.id for worker in self.workers)
+
+        until(ready, 20)
 
     def tend(self) -> None:
         for i, worker in enumerate(self.workers):
             if worker.code is not None:
                 self.ended.append(worker)
-                self.workers[i] = WorkerProcess(worker.config, "", self.folder)
+                self.workers[i] = self._worker(worker.config)
             else:
                 thaw(worker)
 
@@ -179,14 +186,14 @@ class NullFleet:
         assert view.ids[: len(client.delivered)] == client.delivered
 
     def until_free(self, timeout_s: float = 15) -> None:
-        """Wait until every pool is whole again, with no new traffic. Nothing may ever be orphaned."""
+        """Wait until every pool is whole again, with no new traffic. Every heartbeat accounts for all of its blocks."""
         since = self.now_ms()
 
         def free() -> bool:
             self.tend()
             beats = [beat for beat in self.status() if beat["t"] > since]
-            assert all(beat["kv"]["orphaned"] == 0 for beat in beats)
-            idle = [b for b in beats if b["kv"]["free"] == b["kv"]["total"] and b["running"] == b["waiting"] == 0]
+            assert all(is_accounted(beat["kv"]) for beat in beats), beats
+            idle = [b for b in beats if is_whole(b["kv"]) and b["running"] == b["waiting"] == 0]
             return len(idle) == len(self.workers)
 
         try:
@@ -200,7 +207,10 @@ class NullFleet:
         return self.workers
 
     def check_nothing_left(self) -> None:
-        """Stop the processes: they end well, and Redis holds the retained jobs and empty work streams only."""
+        """All blocks are free with no new traffic; then all processes end well, and leave no key behind but those of
+        retained jobs and of empty work streams. A fleet asks for it when its test has not."""
+        self.until_free()
+        self.checked = True
         for process in self.processes:
             process.end()
         codes = [process.stop() for process in self.processes]
@@ -217,24 +227,22 @@ class NullFleet:
             assert self.redis.xlen(raw) == 0, key
             assert all(group["pending"] == 0 for group in self.redis.xinfo_groups(raw)), key
         elif kind in ("job", "log"):
-            assert self.redis.pttl(raw) != _NO_END, key
+            assert self.redis.pttl(raw) != NO_END, key
         elif kind in ("worker", "ctl"):
             assert rest.split(":")[1] in dead, f"{key}\n{self.logs()}"
-            assert self.redis.pttl(raw) != _NO_END, key
+            assert self.redis.pttl(raw) != NO_END, key
         elif kind == "live":  # of one that ended well too, where Redis was too slow for its farewell
-            assert self.redis.pttl(raw) != _NO_END, key
+            assert self.redis.pttl(raw) != NO_END, key
         elif kind == "workers":
             names = [text(name) for name in self.redis.zrange(raw, 0, -1)]
             assert {name.split(":")[1] for name in names} <= dead, f"{names}\n{self.logs()}"
-        else:
-            # Dead API processes are taken out by the sweep after the grace; what was measured goes by itself.
+        else:  # apis that are dead: the sweep after the grace takes them out
             assert kind in ("domains", "apis", "dead", "drain"), key
 
     def finish(self, timeout_s: float = 40) -> None:
         """Wait for all jobs and check everything."""
         self.until_done(timeout_s)
         self.check_answers()
-        self.until_free()
         self.check_nothing_left()
 
     def logs(self) -> str:
@@ -259,13 +267,26 @@ def thaw(process: Forked) -> None:
 
 @contextlib.contextmanager
 def null_fleet(server: Server, **options: Any) -> Iterator[NullFleet]:
-    """A fleet that leaves no process and no key."""
-    with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
-        fleet = NullFleet(server, Path(folder), **options)
-        try:
-            yield fleet
-        finally:
-            fleet.close()
+    """A fleet that leaves no block, no process and no key."""
+    with (
+        tempfile.TemporaryDirectory(prefix="fleet-") as folder,
+        ended(NullFleet(server, Path(folder), **options)) as fleet,
+    ):
+        yield fleet
+
+
+Fleet = TypeVar("Fleet", bound=NullFleet)
+
+
+@contextlib.contextmanager
+def ended(fleet: Fleet) -> Iterator[Fleet]:
+    """The life of a fleet: after a test that went well nothing may be left; its processes end in any case."""
+    try:
+        yield fleet
+        if not fleet.checked:
+            fleet.check_nothing_left()
+    finally:
+        fleet.close()
 
 
 def start_exec(config: WorkerConfig, faults: str = "") -> subprocess.Popen[bytes]:

@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Protocol
 
 from prelay_api.config import ApiConfig
 from prelay_worker.config import WorkerConfig
@@ -29,6 +30,15 @@ _fork.set_forkserver_preload(
 _numbers = itertools.count()
 
 
+class Child(Protocol):
+    """What is asked of a started process."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def exitcode(self) -> int | None: ...
+
+
 class Forked(ABC):
     """One process and what it says."""
 
@@ -38,10 +48,14 @@ class Forked(ABC):
         self._said: dict[str, str] = {}
         self.role = kind
         self.log_path = folder / f"{kind}-{next(_numbers)}.log"
+        self._process = self._start(config, faults)
+
+    def _start(self, config: WorkerConfig | ApiConfig, faults: str) -> Child:
         entry = "api" if isinstance(config, ApiConfig) else "worker"
-        self._process = _fork.Process(target=serve_forked, args=(encode(config), faults, str(self.log_path), entry))
+        process = _fork.Process(target=serve_forked, args=(encode(config), faults, str(self.log_path), entry))
         with _lock:
-            self._process.start()
+            process.start()
+        return process
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.log_path.stem}, pid={self.pid}, code={self.code})"

@@ -30,12 +30,14 @@ _WORKER = ("finish", "preempt", "renew", "reap", "beat", "tidy")
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "prefill": ("claim", "handoff", *_WORKER),
     "decode": ("claim", "adopt", "emit", *_WORKER),
+    "unified": ("claim", "adopt", "emit", *_WORKER),
     "api": ("submit", "attend", "view", "requeue", "cancel", "evict", "reap"),
 }
 #: Points that are no script.
 OTHERS: dict[str, tuple[str, ...]] = {
     "prefill": ("writer.before", "writer.after"),
     "decode": ("writer.before", "writer.after", "copy.before", "copy.after"),
+    "unified": ("writer.before", "writer.after"),
     "api": ("relay.deliver", "relay.requeue.before", "relay.requeue.after"),
 }
 #: At which hit the fault happens, where the first would find no traffic yet.
@@ -144,7 +146,10 @@ def go_on(fleet: WebFleet, asks: int = ASKS) -> None:
 
 
 def run_worker_case(server: Server, role: Role, fault: str, divergent: bool) -> None:
-    """1 the worker that will fail has the field to itself, 2 its fault happens, 3 the others come, 4 all ends well."""
+    """1 the worker that will fail has the field to itself, 2 its fault happens, 3 the others come, 4 all ends well.
+
+    With a unified worker come all kinds, so what it lost is shared out in a mixed fleet.
+    """
     with web_fleet(server, null=replace(NULL, divergent=divergent)) as fleet:
         fleet.start_api()
         if role is Role.DECODE:
@@ -153,7 +158,9 @@ def run_worker_case(server: Server, role: Role, fault: str, divergent: bool) -> 
         fleet.ask(max_tokens=TOKENS)
         until_struck(fleet, failing, fault)
         fleet.start(role, blocks=SCARCE)
-        if role is Role.PREFILL:
+        if role is Role.UNIFIED:
+            fleet.start(Role.PREFILL, blocks=SCARCE)
+        if role is not Role.DECODE:
             fleet.start(Role.DECODE, blocks=SCARCE)
         go_on(fleet)
         fleet.finish()

@@ -28,7 +28,7 @@ def server() -> Iterator[Server]:
 @pytest.mark.timeout(400)
 @plain_and_divergent
 @every_action
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("role", Role)
 def test_a_fault_at_every_step_of_a_worker_changes_no_answer(
     server: Server, role: Role, action: str, divergent: bool
 ) -> None:
@@ -50,8 +50,9 @@ def test_a_fault_at_every_step_of_the_api_changes_no_answer(server: Server, acti
         (Role.PREFILL, ["handoff.before=die", "handoff=lost", "claim.after=die", "handoff.after=stop"]),
         (Role.DECODE, ["adopt.before=die", "emit.after=die", "copy.after=die", "preempt.after=die"]),
         (Role.DECODE, ["emit.before=stop@3", "claim.after=stop", "emit=lost@2", "finish.before=die"]),
+        (Role.UNIFIED, ["claim.after=die", "adopt.before=die", "preempt.after=die", "emit.after=stop@3"]),
     ],
-    ids=["prefill", "decode", "decode frozen"],
+    ids=["prefill", "decode", "decode frozen", "unified"],
 )
 def test_faults_at_chosen_steps_of_a_worker_change_no_answer(server: Server, role: Role, faults: list[str]) -> None:
     all_at_once(run_worker_case, [(server, role, fault, True) for fault in faults])

@@ -98,7 +98,7 @@ def test_a_prefill_of_four_leases_runs_once(shared_server: Server) -> None:
 def test_a_worker_whose_model_hangs_loses_its_jobs_though_its_threads_live(shared_server: Server) -> None:
     times = replace(TIMES, stall_ms=1_000)
     with null_fleet(shared_server, times=times, null=DIVERGENT) as fleet:
-        hanging = fleet.start(Role.PREFILL, null=replace(DIVERGENT, prefill_ms_per_token=2_000))
+        hanging = fleet.start(Role.PREFILL, null=replace(DIVERGENT, prefill_ms_per_token=1_000))
         fleet.start(Role.DECODE)
         fleet.until_ready()
         clients = fleet.submit(2)
@@ -111,6 +111,7 @@ def test_a_worker_whose_model_hangs_loses_its_jobs_though_its_threads_live(share
         assert max(fleet.view(client).epoch for client in clients) == 2
         fleet.check_answers()
         assert "the model loop has not moved" in hanging.log
+        fleet.until_free(40)  # its step ends some time
 
 
 @pytest.mark.timeout(180)

@@ -21,7 +21,7 @@ from tests.bed.chain import NullChain, epochs_of
 from tests.bed.servers import Server
 from tests.bed.tokenizer import WORDS, make_tokenizer
 from tests.faults import tally
-from tests.faults.fleet import TIMES, NullFleet, thaw
+from tests.faults.fleet import TIMES, NullFleet, ended, thaw
 from tests.faults.forked import ApiProcess, Forked
 from tests.faults.traffic import Ask, End, Shape, Traffic
 
@@ -127,7 +127,6 @@ class WebFleet(NullFleet):
         time.sleep(0.5)  # a request whose client left at once may only now be submitted, and is then cancelled
         self.wait(self._all_over, timeout_s)
         self.check_answers()
-        self.until_free()
         self.check_nothing_left()
 
     def _all_over(self) -> bool:
@@ -232,9 +231,6 @@ class WebFleet(NullFleet):
 def web_fleet(server: Server, **options: Any) -> Iterator[WebFleet]:
     """A fleet with clients over HTTP that leaves no process and no key. Counted as a case when it ends well."""
     with tempfile.TemporaryDirectory(prefix="web-") as folder:
-        fleet = WebFleet(server, Path(folder), **{"times": WEB_TIMES, **options})
-        try:
+        with ended(WebFleet(server, Path(folder), **{"times": WEB_TIMES, **options})) as fleet:
             yield fleet
-            tally.add(cases=1)
-        finally:
-            fleet.close()
+        tally.add(cases=1)

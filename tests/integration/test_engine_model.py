@@ -25,6 +25,8 @@ from prelay_engine.kv import KvStore, PagedKv
 from prelay_engine.model import Model
 from prelay_engine.sequence import Sequence
 from prelay_queue.job import Sampling
+from prelay_text.tokenizer import Tokenizer
+from tests.bed.cuts import check_jobs
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -255,6 +257,17 @@ def test_chats_that_begin_alike_compute_that_once_and_say_the_same_bit_for_bit(
     assert second == first - len(one) + len(two) - common // 16 * 16
     assert resumed <= 16 + TOKENS - 10
     assert last <= 16 + 20 + TOKENS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
+def test_jobs_cut_anywhere_are_their_undisturbed_runs(load: Load, demo_model: Path, dtype: str, greedy: bool) -> None:
+    """As tests/unit/engine/test_exactness.py, with real weights: ids, log-probabilities, text and end."""
+    met = check_jobs(load(dtype), Tokenizer.load(demo_model), seed=11, count=4, greedy=greedy)
+    assert met["cuts"] > 8
+    for what in ("inside a character", "hits"):
+        assert met[what] > 0, met
 
 
 def test_its_tokenizer_splits_text_as_the_model_was_trained(demo_model: Path) -> None:

@@ -311,3 +311,4 @@ def test_a_worker_that_cannot_start_says_why_in_one_line_and_exits_with_one(shar
         assert worker.code == 1
         assert worker.log.startswith("prelay prefill: Redis does not answer")
         assert "Traceback" not in worker.log
+        fleet.workers.clear()

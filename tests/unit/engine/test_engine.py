@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -107,6 +109,49 @@ def test_a_hand_over_gives_the_tokens_of_one_process(tiny_model: LoadModel, expe
             prefill.release(new.key)
     assert run(decode, answers) == expected
     assert prefill.stats().free == decode.stats().free == 64
+
+
+def test_a_copy_that_takes_ten_steps_costs_its_neighbours_none_and_the_one_that_joins_has_a_token_in_the_next(
+    tiny_model: LoadModel, expected: Answers
+) -> None:
+    model = tiny_model("float32")
+    source, target = paged(model), contiguous(model)
+    prefill, decode = engine_of(tiny_model, source), engine_of(tiny_model, target)
+    prefill.add(sequence(4, hand_over=True))
+    while not prefill.held:
+        first = prefill.step().tokens
+    for number in (0, 1):
+        decode.add(sequence(number, tokens=40))
+    decode.step()
+    neighbours = {"job0@1", "job1@1"}
+    # Given a copy that stands after its first block
+    (new,), middle, goes_on = first, threading.Event(), threading.Event()
+    blocks, _ = source.export(new.key)
+
+    def slowly() -> Iterator[torch.Tensor]:
+        for block in blocks:
+            yield source.tensor[block]
+            middle.set()
+            assert goes_on.wait(60)
+
+    moved = sequence(4, ids=[new.token])
+    decode.receive(moved)
+    copier = threading.Thread(target=target.import_blocks, args=(new.key, slowly(), moved.tokens - 1))
+    copier.start()
+    assert middle.wait(60)
+    # When the others decode, each has a token in each step
+    for _ in range(10):
+        assert {new.key for new in decode.step().tokens} == neighbours
+    goes_on.set()
+    copier.join()
+    # Then the step after the copy computes one position for each of them, the new one too
+    before = decode.computed_tokens
+    decode.join(new.key)
+    assert {new.key for new in decode.step().tokens} == {*neighbours, "job4@1"}
+    assert decode.computed_tokens - before == 3
+    while decode.has_work:
+        decode.step()
+    assert moved.ids == expected["job4@1"]
 
 
 def test_evicted_sequences_come_back_to_the_same_answer(tiny_model: LoadModel, expected: Answers) -> None:

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prelay_engine.blocks import BlockPool, BlockState
 from prelay_engine.contiguous import ContiguousKv
 from prelay_engine.errors import NoRoom, UnknownSequence
 from prelay_engine.geometry import Geometry
 from prelay_engine.kv import KvStore, PagedKv
+from prelay_engine.prefix import Chain
 
 GEOMETRY = Geometry(layers=2, kv_heads=3, head_dim=8, dtype=torch.float32)
 SIZE = 16
@@ -121,6 +124,47 @@ def test_blocks_of_a_paged_store_imported_into_a_contiguous_one_hold_the_same_ke
     ):
         assert torch.equal(keys, expected_keys)
         assert torch.equal(values, expected_values)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies that torch is told to make."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default, torch.ops.aten.index.Tensor):
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_import_is_one_copy_a_block_whatever_the_layers_and_heads() -> None:
+    target = contiguous(20)
+    target.open("a", 71, 200, BlockState.COPYING)
+    pool = torch.randn(8, *GEOMETRY.block_shape(SIZE))
+    with Copies() as copies:
+        target.import_blocks("a", (pool[block] for block in (6, 1, 2, 7, 3)), 70)
+    whole = pool[0].numel()
+    assert copies.sizes == [whole] * 4 + [whole * 6 // SIZE]
+
+
+def test_a_hit_in_blocks_copies_nothing_and_one_in_buffers_copies_each_block_once() -> None:
+    ids = list(range(100))
+    chain = Chain(lambda start, count: ids[start : start + count], SIZE)
+    names = [chain[index] for index in range(4)]
+    tensor = torch.zeros(20, *GEOMETRY.block_shape(SIZE))
+    for store, expected in (
+        (PagedKv(GEOMETRY, BlockPool(20), SIZE, tensor, prefix_cache=True), 0),
+        (ContiguousKv(GEOMETRY, BlockPool(20), SIZE, prefix_cache=True), 4),
+    ):
+        store.open("before", 70, 100)
+        write(store, "before", 0, 70)
+        store.name("before", chain, 0, 4)
+        store.close("before")
+        with Copies() as copies:
+            assert store.open("a", 70, 100, prefix=names) == 4 * SIZE
+        assert len(copies.sizes) == expected
 
 
 def test_an_export_shows_a_new_generation_once_its_blocks_were_handed_out_again() -> None:
