@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from prelay_worker.config import Role, WorkerConfig
 from tests.bed.servers import Server
 from tests.faults import tally
 from tests.faults.fleet import Client, NullFleet, ended
-from tests.faults.forked import WorkerProcess
+from tests.faults.forked import Forked, WorkerProcess
 from tests.faults.nursed import NursedWorker, Nursery
 
 SHM = Path("/dev/shm")
@@ -97,12 +97,13 @@ class TinyFleet(NullFleet):
 
     def check_nothing_left(self) -> None:
         super().check_nothing_left()
-        sweep()  # what the killed left, and nobody has swept yet
-        assert not self.segments(), "a segment outlived its worker"
+        assert not self.segments(self.workers), "a worker that ended well left its segment"
+        sweep()  # the killed could not remove theirs, and perhaps nobody has since
+        assert not self.segments(), "a segment of a dead worker was not swept"
 
-    def segments(self) -> list[str]:
-        """The files in shared memory of workers that this fleet has, or had."""
-        pids = {worker.pid for worker in (*self.workers, *self.ended)}
+    def segments(self, workers: Iterable[Forked] | None = None) -> list[str]:
+        """The files in shared memory of these workers; of all that this fleet has, or had."""
+        pids = {worker.pid for worker in workers or (*self.workers, *self.ended)}
         names = [path.name for path in SHM.glob("prelay-*.kv")]
         return [name for name in names if any(f"_{pid}_" in name for pid in pids)]
 
