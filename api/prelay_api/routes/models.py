@@ -16,6 +16,34 @@ from ..service import Service, service_of
 
 router = APIRouter(tags=["OpenAI"])
 
+_NUMBER = {"type": "integer"}
+_LIMITS = ("context_tokens", "pool_tokens", "vocabulary", "choices", "stop_strings", "logprobs", "body_bytes")
+_MODEL = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by", "max_model_len", "limits"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "model"},
+        "created": _NUMBER,
+        "owned_by": {"type": "string"},
+        "max_model_len": _NUMBER,
+        "limits": {
+            "type": "object",
+            "required": list(_LIMITS),
+            "properties": {**dict.fromkeys(_LIMITS, _NUMBER), "pool_tokens": {"type": ["integer", "null"]}},
+        },
+    },
+}
+_LIST = {
+    "type": "object",
+    "required": ["object", "data"],
+    "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}},
+}
+
+
+def _answer(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    return {200: {"description": "Found.", "content": {"application/json": {"schema": schema}}}}
+
 
 def refuse_other_model(service: Service, name: str) -> None:
     """Raise RequestError, 404, when it is not the model that is served."""
@@ -45,7 +73,7 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/models", summary="List the models")
+@router.get("/v1/models", summary="List the models", responses=_answer(_LIST))
 async def models(request: Request) -> Response:
     """The list has one entry. `max_model_len` is what prompt and answer may take together, in tokens.
 
@@ -55,7 +83,11 @@ async def models(request: Request) -> Response:
     return json_reply({"object": "list", "data": [_model(service_of(request))]})
 
 
-@router.get("/v1/models/{model:path}", summary="Look a model up", responses={404: {"description": "Not served here."}})
+@router.get(
+    "/v1/models/{model:path}",
+    summary="Look a model up",
+    responses={**_answer(_MODEL), 404: {"description": "Not served here."}},
+)
 async def model_by_id(request: Request, model: str) -> Response:
     """The same entry, by its id."""
     service = service_of(request)

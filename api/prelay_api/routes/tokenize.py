@@ -29,11 +29,30 @@ router = APIRouter(tags=["Tokens"])
 T = TypeVar("T")
 
 
+_INTS = {"type": "array", "items": {"type": "integer"}}
+_COUNTED = {
+    "count": {"type": "integer"},
+    "max_model_len": {"type": "integer"},
+    "tokens": _INTS,
+    "token_strs": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+}
+
+
+def _answer(properties: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    schema = {"type": "object", "required": list(properties), "properties": properties, "additionalProperties": False}
+    return {200: {"description": "Done.", "content": {"application/json": {"schema": schema}}}}
+
+
 def _body(schema: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
 
 
-@router.post("/tokenize", summary="Count tokens", openapi_extra=_body(tokenize_schema(), {"prompt": "The sea is"}))
+@router.post(
+    "/tokenize",
+    summary="Count tokens",
+    responses=_answer(_COUNTED),
+    openapi_extra=_body(tokenize_schema(), {"prompt": "The sea is"}),
+)
 async def tokenize(request: Request) -> Response:
     """The ids that the model would read for a `prompt` (as a completion has it) or for `messages` (as a chat has them).
 
@@ -49,7 +68,12 @@ async def tokenize(request: Request) -> Response:
     return json_reply({"max_model_len": limits.tokens, **found})
 
 
-@router.post("/detokenize", summary="Text of tokens", openapi_extra=_body(detokenize_schema(), {"tokens": [1, 2, 3]}))
+@router.post(
+    "/detokenize",
+    summary="Text of tokens",
+    responses=_answer({"prompt": {"type": "string"}}),
+    openapi_extra=_body(detokenize_schema(), {"tokens": [1, 2, 3]}),
+)
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens and all."""
     service = service_of(request)

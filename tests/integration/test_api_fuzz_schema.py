@@ -1,0 +1,134 @@
+"""Schemathesis reads the OpenAPI page and asks for all that stands on it, with right values and with wrong ones.
+
+What is right by the page is served or refused as an error of the client, what is wrong by it is refused, and every
+answer is one that the page describes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from prelay_worker.config import NullModel, Role
+from tests.bed.processes import Api, fleet, until_ready
+from tests.bed.servers import Server
+from tests.bed.tokenizer import make_tokenizer
+from tests.integration.leftovers import check_no_job_left
+
+#: A context so short that a request which is right by chance is answered at once.
+CONTEXT = 48
+
+WITH_BODY = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+]
+OPERATIONS = [
+    *WITH_BODY,
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/health/live"),
+    ("GET", "/health/ready"),
+    ("GET", "/health"),
+    ("GET", "/admin/workers"),
+    ("GET", "/admin/jobs/{request_id}"),
+    ("POST", "/admin/jobs/{request_id}/preempt"),
+]
+
+CHECKS = [
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+
+@pytest.fixture(scope="module")
+def target(shared_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """A fleet that answers in milliseconds. At its end no job is left."""
+    queue = shared_server.settings()
+    with fleet(queue, make_tokenizer(tmp_path_factory.mktemp("short"), CONTEXT)) as found:
+        api = found.api()
+        found.worker(Role.UNIFIED, null=NullModel(step_ms=0))
+        until_ready(api.url)
+        yield api
+        check_no_job_left(queue)
+        assert "Traceback" not in api.log, api.log[-4000:]
+
+
+@pytest.fixture(scope="module")
+def page(target: Api) -> schemathesis.BaseSchema:
+    return schemathesis.openapi.from_dict(httpx.get(f"{target.url}/openapi.json").json())
+
+
+def test_every_operation_on_the_page_is_tried(page: schemathesis.BaseSchema) -> None:
+    found = {(method.upper(), path) for path in page for method in page[path]}
+    assert found == set(OPERATIONS)
+
+
+def walk(
+    page: schemathesis.BaseSchema,
+    target: Api,
+    operation: tuple[str, str],
+    mode: schemathesis.GenerationMode,
+    count: int,
+) -> Counter[int]:
+    """Ask `count` times and hold each answer to the checks; return how often each status came."""
+    method, path = operation
+    found: Counter[int] = Counter()
+
+    @given(case=page[path][method].as_strategy(generation_mode=mode))
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    def run(case: schemathesis.Case[Any]) -> None:
+        response = case.call(base_url=target.url, timeout=20)
+        found[response.status_code] += 1
+        # A deadline of a millisecond is kept: that is no failure of the server.
+        assert response.status_code < 500 or b'"deadline_exceeded"' in response.content, response.content
+        case.validate_response(response, checks=CHECKS)
+
+    run()
+    return found
+
+
+RIGHT, WRONG = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=" ".join)
+def test_what_is_right_by_the_page_is_answered_as_it_says(
+    page: schemathesis.BaseSchema, target: Api, operation: tuple[str, str]
+) -> None:
+    found = walk(page, target, operation, RIGHT, 40 if operation in WITH_BODY else 5)
+    assert found[200] or "{" in operation[1], found  # nobody guesses an id
+
+
+@pytest.mark.parametrize("operation", WITH_BODY, ids=" ".join)
+def test_what_is_wrong_by_the_page_is_refused(
+    page: schemathesis.BaseSchema, target: Api, operation: tuple[str, str]
+) -> None:
+    found = walk(page, target, operation, WRONG, 40)
+    assert all(400 <= status < 500 for status in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", WITH_BODY, ids=" ".join)
+@pytest.mark.parametrize("mode", [RIGHT, WRONG])
+def test_the_page_is_true_at_length(
+    page: schemathesis.BaseSchema,
+    target: Api,
+    operation: tuple[str, str],
+    mode: schemathesis.GenerationMode,
+) -> None:
+    walk(page, target, operation, mode, 800)
