@@ -18,7 +18,7 @@ from .sse import client_gone
 _LOOK_S = 30.0
 
 
-async def collect(session: Session, receive: Receive) -> bytes | Failure:
+async def collect(session: Session, receive: Receive, linger_s: float = 0.0) -> bytes | Failure:
     """Wait for every choice and return the body, or what went wrong. Closes the session in any case.
 
     Nothing is delivered before the end, so a preempt restarts from scratch. A client that leaves ends it.
@@ -36,7 +36,7 @@ async def collect(session: Session, receive: Receive) -> bytes | Failure:
         ]
         return session.renderer.answer(choices, session.usage)
     finally:
-        session.close()
+        session.close(linger_s)
         for task in (waiting, leaving):
             task.cancel()
         await asyncio.gather(waiting, leaving, return_exceptions=True)
@@ -49,4 +49,4 @@ async def _wait(session: Session) -> None:
 
 def _rendered(index: int, choice: Choice, prompt_logprobs: list[Any] | None) -> RenderedChoice:
     whole = choice.deliver() + choice.finish()
-    return RenderedChoice(index, whole, choice.finish_reason, choice.spec.prompt_ids, prompt_logprobs)
+    return RenderedChoice(index, whole, choice.finish_reason, choice.form.prompt_ids, prompt_logprobs)

@@ -23,7 +23,7 @@ from .admission import on_busy
 from .errors import BodyTooLarge
 from .outcome import FULL, INTERNAL, UNAVAILABLE, Failure, refused
 from .replies import failed
-from .routes import admin, completions, health, models, tokenize
+from .routes import admin, completions, health, models, streams, tokenize
 from .service import Service
 from .unserved import reason
 
@@ -51,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(HeadIsGet)
     if service.config.api_keys:
         app.add_middleware(RequireKey, keys=service.config.api_keys)
-    for part in (completions, tokenize, models, health, admin):
+    for part in (completions, streams, tokenize, models, health, admin):
         app.include_router(part.router)
     _add_handlers(app)
     description.describe(app, service.config)

@@ -23,17 +23,34 @@ class Canceller:
     def __init__(self, queue: AsyncQueue) -> None:
         self._queue = queue
         self._waiting: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._later: set[asyncio.TimerHandle] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self._tasks = [keep_running(f"cancel {n}", self._run) for n in range(WIDTH)]
 
-    def put(self, job: str, attachment: str) -> None:
-        """Detach `attachment` from `job`; the job ends when it was the last."""
-        self._waiting.put_nowait((job, attachment))
+    def put(self, job: str, attachment: str, after_s: float = 0.0) -> None:
+        """Detach `attachment` from `job`, `after_s` seconds from now; the job ends when it was the last."""
+        if after_s <= 0:
+            self._waiting.put_nowait((job, attachment))
+            return
+
+        def due() -> None:
+            self._later.discard(timer)
+            self._waiting.put_nowait((job, attachment))
+
+        timer = asyncio.get_running_loop().call_later(after_s, due)
+        self._later.add(timer)
+
+    @property
+    def lingering(self) -> bool:
+        """Whether some jobs are still watched for clients that may come back."""
+        return bool(self._later)
 
     async def stop(self, timeout_s: float) -> None:
-        """Send what waits, for at most `timeout_s`."""
+        """Send what waits, for at most `timeout_s`. What is to wait longer is left to the sweep of dead processes."""
+        for timer in self._later:
+            timer.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._waiting.join()

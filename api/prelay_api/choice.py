@@ -7,36 +7,25 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from prelay_queue import failpoints, trace
 from prelay_queue.errors import QueueError, QueueFull, QueueUnavailable
-from prelay_queue.job import FinishReason, JobSpec
+from prelay_queue.events import LogView
+from prelay_queue.job import FinishReason
 from prelay_queue.log import read_log
 from prelay_queue.note import Note
 from prelay_queue.scripts import NewJob
-from prelay_text.assembler import Assembler
+from prelay_queue.state import State
+from prelay_text.form import Form
 from prelay_text.render import Part
-from prelay_text.reports import Reporter
+from prelay_text.tokenizer import Tokenizer
 
 from .hub import Hub
 from .outcome import internal_error
 from .relay import Action, Deliver, End, Relay, Requeue, Reread, Resubmit, Rewind
 
 log = logging.getLogger("prelay.choice")
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What a client is shown of a choice beside its text.
-
-    `reporter` is None when no logprobs are asked for. `opening` gives, from the note of the first token, what stands
-    before the answer. `hidden`: the answer itself is not shown, only its opening.
-    """
-
-    reporter: Reporter | None = None
-    opening: Callable[[Note], Part] | None = None
-    hidden: bool = False
 
 
 class Choice:
@@ -50,40 +39,54 @@ class Choice:
     def __init__(
         self,
         hub: Hub,
-        job: NewJob,
-        assembler: Assembler,
-        view: View,
+        tokenizer: Tokenizer,
+        form: Form,
+        job: NewJob | None,  # what to submit again should Redis lose it; None for a job that is over
         *,
         keep_delivered: bool,
         changed: Callable[[], None],
     ) -> None:
+        self.form = form
         self.job = job
-        self._view = view
-        self._opened = view.opening is None
-        self.relay = Relay(job.spec.sampling.max_tokens, keep_delivered)
+        self.relay = Relay(job.spec.sampling.max_tokens if job else 0, keep_delivered)
         self._hub = hub
-        self._assembler = assembler
+        self._tokenizer = tokenizer
+        self._assembler = form.assembler(tokenizer)
+        self._reporter = form.reporter(tokenizer)
+        self._opened = form.echo is None  # what stands before the answer was shown
         self._changed = changed
-        self._subscription = hub.subscribe(job.spec.id, self.relay)
+        self._subscription = hub.subscribe(form.job, self.relay)
         self._driver: asyncio.Task[None] | None = None
         self._delay = 0.1
         self._closed = False
         self.told_end = False  # the client has the finish reason
+        self._phase: str | None = None
+        self._phase_told = True
 
     def __repr__(self) -> str:
         return f"Choice({self.id!r}, {self.relay!r}, {self._assembler!r})"
 
     @property
-    def spec(self) -> JobSpec:
-        return self.job.spec
-
-    @property
     def id(self) -> str:
-        return self.spec.id
+        return self.form.job
 
     @property
     def index(self) -> int:
-        return self.spec.choice
+        return self.form.index
+
+    def resume(self, view: LogView, count: int, *, told_end: bool) -> None:
+        """Go on for a client that has what the first `count` tokens of the log gave, and perhaps the end."""
+        ids = self.relay.begin_at(view, count)
+        self._assembler.push(ids)
+        self._delivered("")
+        self._opened = self._opened or self.relay.delivered > 0
+        if view.state == State.DONE:
+            self._apply(self.relay.on_log(view))
+        else:
+            self._subscription.want_log()
+        if told_end:
+            self.finish()
+            self.told_end = True
 
     def start(self) -> None:
         """The job is submitted: begin to relay."""
@@ -117,26 +120,28 @@ class Choice:
     def finish_reason(self) -> FinishReason:
         """Why the answer ended, for the client; only once it has."""
         assert self.relay.end is not None
-        return FinishReason.LENGTH if self._view.hidden else self.relay.end.reason
+        return FinishReason.LENGTH if self.form.prompt_only else self.relay.end.reason
 
     def _delivered(self, text: str) -> Part:
         """A text together with the tokens that it is the first to rest on."""
         before, after = self.relay.delivered, self._assembler.delivered
         self.relay.mark_delivered(after)
-        reporter = self._view.reporter
-        if self._view.hidden:
-            return Part("", None if reporter is None else ())
+        if self.form.prompt_only:
+            return Part("", None if self._reporter is None else ())
         ids = tuple(self.relay.ids[before:after])
-        if reporter is None:
+        if self._reporter is None:
             return Part(text, None, ids)
-        return Part(text, reporter.push(ids, (self.relay.notes.get(seq, "") for seq in range(before, after))), ids)
+        notes = (self.relay.notes.get(seq, "") for seq in range(before, after))
+        return Part(text, self._reporter.push(ids, notes), ids)
 
     def _open(self, part: Part) -> Part:
-        """Put the opening before the first part that is shown: by then its token's note is final."""
-        if self._opened or self._view.opening is None:
+        """Put the echoed prompt before the first part that is shown: by then its token's note is final."""
+        echo, most = self.form.echo, self.form.reported
+        if self._opened or echo is None:
             return part
         self._opened = True
-        return self._view.opening(self.first_note) + part
+        reports = None if most is None else echo.reports(self._tokenizer, self.first_note, most)
+        return Part(echo.text, reports) + part
 
     @property
     def first_note(self) -> Note:
@@ -162,13 +167,29 @@ class Choice:
                     await self._perform(self.relay.on_event(event))
                 if reread:
                     await self._perform([Reread()])
+                self._notice()
         except Exception:
             log.exception("the relay of %s failed", self.id)
             self.fail(internal_error())
 
+    def _notice(self) -> None:
+        """A preempt, and the end of it, are told at once."""
+        phase = "preempted" if self.relay.frozen else "resumed" if self._phase == "preempted" else self._phase
+        if phase != self._phase:
+            self._phase, self._phase_told = phase, False
+            self._changed()
+
+    def new_phase(self) -> str | None:
+        """The phase that came since the last call, if one did."""
+        if self._phase_told:
+            return None
+        self._phase_told = True
+        return self._phase
+
     async def _perform(self, actions: Iterable[Action]) -> None:
         """Do what the relay asked for, and what it asks for then, until it asks for nothing."""
         todo = deque(self._apply(actions))
+        self._notice()
         while todo:
             self._subscription.busy = True
             todo.extend(self._apply(await self._ask(todo.popleft())))
@@ -210,6 +231,7 @@ class Choice:
 
     async def _requeue(self, epoch: int, resume: int) -> list[Action]:
         await failpoints.ahit("relay.requeue.before")
+        assert self.job is not None
         queue = self._hub.queue
         answer = await queue.run(queue.scripts.requeue(self.id, epoch, resume, self.job.attachment))
         await failpoints.ahit("relay.requeue.after")
@@ -217,6 +239,7 @@ class Choice:
         return self.relay.on_requeued(answer)
 
     async def _resubmit(self, action: Resubmit) -> list[Action]:
+        assert self.job is not None
         queue, epoch, ids = self._hub.queue, action.epoch, action.ids
         job = replace(self.job, epoch=epoch, ids=ids, notes=action.notes)
         (answer,) = await queue.run(queue.scripts.submit([job]))

@@ -20,8 +20,12 @@ class ApiConfig:
     keep: str = "delivered"
     shutdown_grace_s: int = 10
     max_body_bytes: int = 8 * 1024 * 1024
-    #: Silence on a stream after which a comment is sent, seconds.
-    keep_alive_s: float = 10.0
+    #: Silence on a stream after which a comment is sent, seconds: proxies give up after as little as 5.
+    keep_alive_s: float = 4.0
+    #: A client that takes nothing for so long is cut off, seconds.
+    stall_s: float = 60.0
+    #: How long a job is kept for a client that vanished and said that it will come back, seconds.
+    linger_s: float = 30.0
     #: Time in which a request has to arrive, from its first byte to the last of its body, seconds.
     body_timeout_s: float = 60.0
     #: Who may ask; empty: everybody.

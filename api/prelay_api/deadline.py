@@ -82,7 +82,8 @@ class Deadlines:
     def set(self, session: Session, ends_at: float) -> None:
         """Give a session that is not submitted yet its deadline: a moment of the monotonic clock, seconds."""
         for choice in session.choices:
-            choice.job = replace(choice.job, ends_at=ends_at)
+            if choice.job is not None:
+                choice.job = replace(choice.job, ends_at=ends_at)
         loop = asyncio.get_running_loop()
         after_s = max(0.0, ends_at - time.monotonic()) + LAST_WORD_S
         self._last_words[session] = loop.call_later(after_s, session.abort, DEADLINE)

@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -60,7 +60,7 @@ class Hub:
         self._ttl_s = queue.settings.times.api_ttl_s
         self._reader = queue.reader()
         self._last = ""  # entry up to which the live stream was read; empty: it is to be made
-        self._subscriptions: dict[str, Subscription] = {}
+        self._subscriptions: dict[str, list[Subscription]] = {}  # of a job that several clients watch here, several
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
@@ -71,22 +71,28 @@ class Hub:
         works = {"hub read": self._read, "hub beat": self._beat, "hub watch": self._watch}
         self._tasks = [keep_running(name, work) for name, work in works.items()]
 
-    async def stop(self) -> None:
-        """Stop listening and take our keys out of Redis, if it answers."""
+    async def stop(self, *, lingering: bool) -> None:
+        """Stop listening and take our keys out of Redis, if it answers.
+
+        `lingering`: some jobs are watched in our name, so we stay in the list from which the dead are swept.
+        """
         await end(*self._tasks)
         with contextlib.suppress(RedisError, TimeoutError):
             async with asyncio.timeout(1):
                 await self.queue.redis.delete(self._key)
-                await self.queue.redis.zrem(self.queue.keys.apis, self.id)
+                if not lingering:
+                    await self.queue.redis.zrem(self.queue.keys.apis, self.id)
 
     def subscribe(self, job: str, relay: Relay) -> Subscription:
         """Hear of `job` from now on. Do it before the submit, so that no event is missed."""
         subscription = Subscription(job, relay)
-        self._subscriptions[job] = subscription
+        self._subscriptions.setdefault(job, []).append(subscription)
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        self._subscriptions.pop(subscription.job, None)
+        others = [other for other in self._subscriptions.pop(subscription.job, ()) if other is not subscription]
+        if others:
+            self._subscriptions[subscription.job] = others
 
     # --- the reader
 
@@ -116,7 +122,7 @@ class Hub:
         """Make the live stream (writers skip one that is not there) and let every relay look at its log."""
         self._last = await self._say_alive(begin=True)
         log.info("listening as %s", self.id)
-        for subscription in self._subscriptions.values():
+        for subscription in self._all():
             subscription.want_log()
 
     async def _refresh(self) -> None:
@@ -138,9 +144,11 @@ class Hub:
             log.error("%s", error)
             return
         for event in events:
-            subscription = self._subscriptions.get(event.job)
-            if subscription is not None:
+            for subscription in self._subscriptions.get(event.job, ()):
                 subscription.put(event)
+
+    def _all(self) -> Iterator[Subscription]:
+        return chain.from_iterable(list(self._subscriptions.values()))
 
     # --- the heartbeat
 
@@ -163,7 +171,7 @@ class Hub:
         while True:
             await asyncio.sleep(SILENCE_S / 6)
             before = time.monotonic() - SILENCE_S
-            quiet = [s for s in self._subscriptions.values() if s.looked < before and not s.busy]
+            quiet = [s for s in self._all() if s.looked < before and not s.busy]
             for group in _groups(quiet, LOOK_AT_ONCE):
                 try:
                     await self._look_at(group)

@@ -143,6 +143,18 @@ class Relay:
         """The log entry of the end."""
         return f"{self.epoch}-{len(self.ids)}"
 
+    def begin_at(self, view: LogView, count: int) -> tuple[int, ...]:
+        """Go on where a client is that has the first `count` tokens of the log; return those.
+
+        Then mark them delivered, and feed it the view, or a later one.
+        """
+        assert not self.ids, f"{self!r} has begun"
+        self.epoch = view.epoch
+        self.ids, self._written_in = list(view.ids[:count]), list(view.epochs[:count])
+        self._note(0, view.notes[:count])
+        self.standing = self.taken = len(self.ids)
+        return tuple(self.ids)
+
     # --- what happens
 
     def on_event(self, event: LiveEvent) -> list[Action]:
@@ -247,9 +259,7 @@ class Relay:
         self._cut(max(same, self.delivered))
         fresh = view.ids[len(self.ids) :]
         self._note(len(self.ids), view.notes[len(self.ids) :])
-        earlier = max(1, view.epoch - 1)
-        seqs = range(len(self.ids), len(self.ids) + len(fresh))
-        self._written_in.extend(view.epoch if seq >= view.resume else earlier for seq in seqs)
+        self._written_in.extend(view.epochs[len(self.ids) :])
         self.ids.extend(fresh)
 
     def _note(self, seq: int, notes: tuple[str, ...]) -> None:

@@ -25,7 +25,8 @@ from .config import ApiConfig
 from .deadline import Deadlines
 from .fleet import FleetWatch
 from .hub import Hub
-from .outcome import CLOSING
+from .outcome import CLOSING, Failure
+from .resume import resume
 from .session import Links, Session
 from .sweeper import Sweeper
 
@@ -74,7 +75,7 @@ class Service:
         await self.deadlines.stop()
         await self.memory.stop()
         await self.canceller.stop(timeout_s=3)
-        await self.hub.stop()
+        await self.hub.stop(lingering=self.canceller.lingering)
         await self.queue.aclose()
 
     async def open(self, request: CompletionRequest | ChatRequest, *, long: bool) -> Session:
@@ -92,7 +93,7 @@ class Service:
         limits = await self.fleet.limits(self.tokenizer.context_len)
         work = partial(resolve, request, self.tokenizer, limits, spare_seed=secrets.randbits(64))
         parts = await asyncio.to_thread(work) if long else work()
-        session = Session(self._links, self._renderer(request), request, parts)
+        session = Session.begin(self._links, self._renderer(request), request, parts)
         self.sessions.add(session)
         if request.deadline_ms is not None:
             self.deadlines.set(session, began + request.deadline_ms / 1000)
@@ -101,6 +102,15 @@ class Service:
     def _closed(self, session: Session) -> None:
         self.sessions.discard(session)
         self.deadlines.forget(session)
+
+    async def resume(self, request_id: str, cursor: str | None) -> Session | Failure:
+        """A session that goes on with a stream, wherever that began. Always `close` it. Raise as `resume` does."""
+        session = await resume(self._links, request_id, cursor)
+        if isinstance(session, Session):
+            self.sessions.add(session)
+            if session.ends_at:
+                self.deadlines.set(session, session.ends_at)
+        return session
 
     def _renderer(self, request: CompletionRequest | ChatRequest) -> Renderer:
         chat = isinstance(request, ChatRequest)

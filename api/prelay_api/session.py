@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from prelay_queue import trace
+from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import QueueUnavailable
 from prelay_queue.job import JobSpec
 from prelay_queue.note import LEAST_LOGPROB, Note
 from prelay_queue.scripts import NewJob
-from prelay_text.assembler import Assembler
-from prelay_text.detokenizer import continues_text
-from prelay_text.render import Part, Renderer, Usage
-from prelay_text.reports import Reporter, prompt_report
+from prelay_text.form import Form, form_of
+from prelay_text.render import Renderer, Usage
+from prelay_text.reports import prompt_report
 from prelay_text.request import ChatRequest, CompletionRequest
 from prelay_text.resolve import JobPart
 from prelay_text.tokenizer import Tokenizer
 
 from .canceller import Canceller
-from .choice import Choice, View
+from .choice import Choice
 from .hub import Hub
 from .outcome import Failure, failure
 
@@ -37,65 +37,64 @@ class Links:
     keep_delivered: bool
     closed: Callable[[Session], None]
 
+    def attachment(self) -> str:
+        """A new name under which to watch jobs."""
+        return f"{self.hub.id}#{secrets.token_hex(8)}"
+
+
+def new_jobs(
+    links: Links, renderer: Renderer, request: CompletionRequest | ChatRequest, parts: Sequence[JobPart]
+) -> list[tuple[Form, NewJob]]:
+    """The jobs of a request, and how each is shown."""
+    attachment, found = links.attachment(), []
+    for part in parts:
+        form = form_of(request, part, renderer, links.tokenizer)
+        spec = JobSpec(form.job, part.prompt_ids, part.sampling, part.priority)
+        found.append((form, NewJob(spec, attachment, len(parts), form=form.encode())))
+    return found
+
 
 class Session:
-    """The choices of one request, relayed side by side. Always `close` it."""
+    """The choices of one request, relayed side by side. Always `close` it.
+
+    `work` has for each choice its form, and its job unless that is over. `attached`: the jobs are there already, and
+    we watch them as `attachment`.
+    """
 
     def __init__(
-        self, links: Links, renderer: Renderer, request: CompletionRequest | ChatRequest, parts: Sequence[JobPart]
+        self, links: Links, work: Sequence[tuple[Form, NewJob | None]], attachment: str, *, attached: bool = False
     ) -> None:
-        self.renderer = renderer
-        self._request = request
-        self.submitted = False
+        self.renderer = work[0][0].renderer
+        self.attached = attached
+        self.begun = False  # the client has the first chunks of a stream
+        self.handed_on = False
         self._links = links
+        self._form = work[0][0]
+        self._attachment = attachment
         self._changed = asyncio.Event()
         self._closed = False
-        attachment = f"{links.hub.id}#{secrets.token_hex(8)}"
-        self.choices = [self._choice(part, attachment, len(parts)) for part in parts]
+        self.choices = [
+            Choice(
+                links.hub,
+                links.tokenizer,
+                form,
+                job,
+                keep_delivered=links.keep_delivered,
+                changed=self._changed.set,
+            )
+            for form, job in work
+        ]
+
+    @classmethod
+    def begin(
+        cls, links: Links, renderer: Renderer, request: CompletionRequest | ChatRequest, parts: Sequence[JobPart]
+    ) -> Session:
+        """A session for a new request, whose jobs are still to be submitted."""
+        work = new_jobs(links, renderer, request, parts)
+        return cls(links, work, work[0][1].attachment)
 
     def __repr__(self) -> str:
         return f"Session({self.renderer.id!r}, {self.choices!r})"
-
-    def _choice(self, part: JobPart, attachment: str, count: int) -> Choice:
-        sampling, tokenizer = part.sampling, self._links.tokenizer
-        spec = JobSpec(f"{self.renderer.id}/{part.choice}", part.prompt_ids, sampling, part.priority)
-        # Where special tokens are shown, the one that ends the answer is not: it is an end, like a stop token.
-        shown_ends = () if sampling.skip_special_tokens or sampling.ignore_eos else tokenizer.eos_ids
-        assembler = Assembler(
-            tokenizer,
-            sampling.stop,
-            stop_token_ids=(*sampling.stop_token_ids, *shown_ends),
-            min_tokens=sampling.min_tokens,
-            continues=continues_text(part.prompt_ids, tokenizer),
-            skip_special_tokens=sampling.skip_special_tokens,
-        )
-        return Choice(
-            self._links.hub,
-            NewJob(spec, attachment, count),
-            assembler,
-            self._view(part),
-            keep_delivered=self._links.keep_delivered,
-            changed=self._changed.set,
-        )
-
-    def _view(self, part: JobPart) -> View:
-        request, tokenizer, echo = self._request, self._links.tokenizer, part.echo
-        most = request.reported
-        reporter = None
-        if most is not None:
-            reporter = Reporter(
-                tokenizer,
-                continues=continues_text(part.prompt_ids, tokenizer),
-                skip_special_tokens=part.sampling.skip_special_tokens,
-                start=len(echo.text) if echo else 0,
-            )
-        if echo is None:
-            return View(reporter)
-
-        def opening(note: Note) -> Part:
-            return Part(echo.text, None if most is None else echo.reports(tokenizer, note, most))
-
-        return View(reporter, opening, request.prompt_only)
 
     async def submit(self) -> None:
         """Put all jobs into the queue, or none. Raise QueueFull, QueueUnavailable or QueueError."""
@@ -103,11 +102,15 @@ class Session:
         for choice in self.choices:
             trace.mark("api.submit", choice.id)
         try:
-            await queue.run(queue.scripts.submit([choice.job for choice in self.choices]))
+            await queue.run(queue.scripts.submit([choice.job for choice in self.choices if choice.job is not None]))
         except (QueueUnavailable, asyncio.CancelledError):
-            self.submitted = True  # perhaps: the answer may have been lost, so the close cancels
+            self.attached = True  # perhaps: the answer may have been lost, so the close cancels
             raise
-        self.submitted = True
+        self.attached = True
+        self.start()
+
+    def start(self) -> None:
+        """The jobs are there: begin to relay."""
         for choice in self.choices:
             choice.start()
 
@@ -133,6 +136,24 @@ class Session:
                 return found
         return None
 
+    def hand_on(self) -> None:
+        """This process shuts down: let the client go on with the stream elsewhere."""
+        self.handed_on = True
+        self._changed.set()
+
+    def news(self) -> list[str]:
+        """Phases that choices have come into since the last call, to be told while nothing flows."""
+        return [phase for choice in self.choices if (phase := choice.new_phase()) is not None]
+
+    @property
+    def queue(self) -> AsyncQueue:
+        return self._links.hub.queue
+
+    @property
+    def ends_at(self) -> float:
+        """The deadline, by this process's monotonic clock; 0 when there is none."""
+        return max((choice.job.ends_at for choice in self.choices if choice.job is not None), default=0.0)
+
     @property
     def ended(self) -> bool:
         return all(choice.relay.end is not None for choice in self.choices)
@@ -150,14 +171,14 @@ class Session:
         return self._usage(sum(choice.relay.delivered for choice in self.choices))
 
     def _usage(self, answer_tokens: int) -> Usage:
-        firsts = self.choices[:: self._request.candidates]  # of each prompt
-        prompt = sum(len(choice.spec.prompt_ids) for choice in firsts)
+        firsts = self.choices[:: self._form.candidates]  # of each prompt
+        prompt = sum(choice.form.prompt_tokens for choice in firsts)
         cached = sum(choice.first_note.cached for choice in firsts)
-        return Usage(prompt, 0 if self._request.prompt_only else answer_tokens, cached)
+        return Usage(prompt, 0 if self._form.prompt_only else answer_tokens, cached)
 
     def best(self) -> list[Choice]:
         """The choices to show once all have ended: of each prompt the `n` with the likeliest tokens, the best first."""
-        n, candidates = self._request.n, self._request.candidates
+        n, candidates = self._form.n, self._form.candidates
         if candidates == n:
             return self.choices
         groups = (self.choices[first : first + candidates] for first in range(0, len(self.choices), candidates))
@@ -165,25 +186,28 @@ class Session:
 
     def prompt_report(self, choice: Choice) -> list[Any] | None:
         """How likely the prompt's tokens were, if the request asks for it."""
-        most = self._request.prompt_logprobs
+        most = self._form.prompt_logprobs
         if most is None:
             return None
-        return prompt_report(self._links.tokenizer, choice.spec.prompt_ids, choice.first_note, most)
+        return prompt_report(self._links.tokenizer, choice.form.prompt_ids, choice.first_note, most)
 
     def cursor(self) -> str:
         """Where the client stands, for each choice."""
         return ",".join(choice.cursor for choice in self.choices)
 
-    def close(self) -> None:
-        """Stop relaying and cancel what still runs. Does not wait, so a cancelled request cannot skip it."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Stop relaying, and watch no more after `linger_s`: what still runs then, watched by nobody, is cancelled.
+
+        Does not wait, so a cancelled request cannot skip it.
+        """
         if self._closed:
             return
         self._closed = True
         self._links.closed(self)
         for choice in self.choices:
             choice.close()
-            if self.submitted and not choice.relay.over:
-                self._links.canceller.put(choice.id, choice.job.attachment)
+            if self.attached and not choice.relay.over:
+                self._links.canceller.put(choice.id, self._attachment, linger_s)
 
 
 def _mean_logprob(choice: Choice) -> float:

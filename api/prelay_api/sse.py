@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,10 +20,15 @@ from prelay_queue import failpoints
 from prelay_text.render import DONE, Part, comment, frame
 
 from .choice import Choice
+from .config import ApiConfig
 from .outcome import INTERNAL, failure
+from .phase import phase_of
 from .session import Session
 
 log = logging.getLogger("prelay.sse")
+
+#: The preference (RFC 7240) of a client that will come back for its stream.
+RESUMABLE = "resumable"
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -31,12 +37,14 @@ async def frames(session: Session, keep_alive_s: float) -> AsyncGenerator[bytes,
     """Yield the frames of a stream, each when the one before was taken, up to [DONE]; comments into silence.
 
     Tokens go into the assembler only here, so what waits while a client does not read counts as undelivered.
+    A stream that is handed on ends without [DONE]: the client is to go on with it elsewhere.
     """
     render = session.renderer
-    for choice in session.choices:
-        if (first := render.first_chunk(choice.index, choice.spec.prompt_ids, session.usage_so_far)) is not None:
-            yield frame(session.cursor(), first)
+    for first in _first_frames(session):
+        yield first
     while True:
+        for phase in session.news():
+            yield comment(phase)
         for choice in session.choices:
             if choice.relay.pending:
                 await failpoints.ahit("relay.deliver")
@@ -48,11 +56,30 @@ async def frames(session: Session, keep_alive_s: float) -> AsyncGenerator[bytes,
             return
         if all(choice.told_end for choice in session.choices):
             break
+        if session.handed_on:
+            yield comment("this process shuts down: go on with the stream elsewhere")
+            return
         if not await session.wait(keep_alive_s):
-            yield comment("keep-alive")
+            yield comment(await phase_of(session))
     if render.include_usage:
         yield frame(session.cursor(), render.usage_chunk(session.usage))
     yield DONE
+
+
+def _first_frames(session: Session) -> Iterator[bytes]:
+    """What comes before any text. Only the last has an id: a client that knows a place has had them all."""
+    if session.begun:
+        return
+    session.begun = True
+    chunks = [
+        chunk
+        for choice in session.choices
+        if (chunk := session.renderer.first_chunk(choice.index, choice.form.prompt_ids, session.usage_so_far))
+    ]
+    for chunk in chunks[:-1]:
+        yield frame(None, chunk)
+    for chunk in chunks[-1:]:
+        yield frame(session.cursor(), chunk)
 
 
 def _next_of(session: Session, choice: Choice) -> Iterator[bytes]:
@@ -78,11 +105,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, session: Session, headers: dict[str, str], keep_alive_s: float) -> None:
-        super().__init__(headers={**_HEADERS, **headers})
+    def __init__(self, session: Session, config: ApiConfig, *, linger_s: float = 0.0) -> None:
+        kept = {"preference-applied": RESUMABLE} if linger_s else {}
+        super().__init__(headers={**_HEADERS, "x-request-id": session.renderer.id, **kept})
         del self.headers["content-length"]  # of the empty body that Response assumes
         self._session = session
-        self._keep_alive_s = keep_alive_s
+        self._config = config
+        self._linger_s = linger_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Send all. When cancelled, or the client gone, the session's jobs are cancelled before this returns."""
@@ -91,7 +120,7 @@ class EventStream(Response):
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._session.close()
+            self._session.close(self._linger_s)
             for task in (sending, leaving):
                 task.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
@@ -99,14 +128,24 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with aclosing(frames(self._session, self._keep_alive_s)) as all_frames:
+            async with aclosing(frames(self._session, self._config.keep_alive_s)) as all_frames:
                 async for data in all_frames:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    async with asyncio.timeout(self._config.stall_s):
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            log.warning("a client took nothing for %g s: its stream is cut: %r", self._config.stall_s, self._session)
+            return
         except Exception:
             log.exception("the stream of %r failed", self._session)
             last = frame(None, INTERNAL.body) + DONE
             await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def lingers(request: Request, config: ApiConfig) -> float:
+    """How long the request's jobs are kept for a client that vanishes, seconds: `Prefer: resumable` asks for it."""
+    asked = (each.strip().lower() for each in request.headers.get("prefer", "").split(","))
+    return config.linger_s if RESUMABLE in asked else 0.0
 
 
 async def client_gone(receive: Receive) -> None:

@@ -88,3 +88,4 @@ class LogView:
     reason: str = ""
     error: str = ""
     notes: tuple[str, ...] = ()  # one for each of `ids`, or none
+    epochs: tuple[int, ...] = ()  # that wrote each of `ids`

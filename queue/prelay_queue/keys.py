@@ -15,6 +15,7 @@ job:<id>            hash     one job (one choice). Fields:
                                cls  priority class       sub  submit time, server ms
                                dl   deadline, server ms, 0 none
                                at   attachments "<api>#<token>", space separated: who is watching
+                               vw   how the answer is shown (prelay_text/form.py), '' for a job of nobody's
                                sk   si   work stream and entry id under which the job waits
                                ce   "<work stream> <entry id>" of the last claim, so that a repeat is known as one
                                kv   hand-over reference (opaque JSON) while STAGED or ADOPTING

@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 NAMES = (
     "submit", "claim", "handoff", "adopt", "emit", "preempt", "requeue", "renew", "finish", "cancel", "reap",
-    "expire", "view", "beat", "tidy", "disown", "attend", "evict",
+    "expire", "view", "attach", "beat", "tidy", "disown", "attend", "evict",
 )  # fmt: skip
 
 #: Only submit may be refused for memory: what drains the server must always run.
@@ -59,6 +59,18 @@ class Call(Generic[R]):
 
 
 @dataclass(frozen=True, slots=True)
+class Attached:
+    """A job as a new viewer finds it. `spec` is empty once it is over; times are in ms, 0 is none."""
+
+    state: str
+    form: str
+    spec: bytes
+    choices: int
+    ttl_ms: int  # to the deadline
+    forgotten_ms: int  # until Redis forgets it
+
+
+@dataclass(frozen=True, slots=True)
 class NewJob:
     """A job to submit. `epoch` and `ids` are beyond 1 and empty only when Redis lost the job.
 
@@ -73,6 +85,7 @@ class NewJob:
     epoch: int = 1
     ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # one for each of `ids`, or none (note.py)
+    form: str = ""  # how the answer is shown; kept as long as the answer, and read by no worker
 
     @property
     def left_ms(self) -> int:
@@ -89,6 +102,7 @@ class NewJob:
             "n": self.choices,
             "ttl": self.left_ms,
             "at": self.attachment,
+            "vw": self.form,
             "ep": self.epoch,
             "ids": list(self.ids),
             "notes": list(self.notes),
@@ -190,8 +204,17 @@ def _claimed(raw: Any) -> Claimed:
 def _view(raw: Any) -> LogView | None:
     if raw is None:
         return None
-    state, epoch, resume, reason, error, ids, notes = raw
-    return LogView(int(epoch), text(state), tuple(ids), int(resume), text(reason), text(error), _texts(notes))
+    state, epoch, resume, reason, error, ids, notes, epochs = raw
+    return LogView(
+        int(epoch), text(state), tuple(ids), int(resume), text(reason), text(error), _texts(notes), tuple(epochs)
+    )
+
+
+def _attached(raw: Any) -> Attached | None:
+    if raw is None:
+        return None
+    state, form, spec, choices, ttl_ms, forgotten_ms = raw
+    return Attached(text(state), text(form), bytes(spec), int(choices), int(ttl_ms), int(forgotten_ms))
 
 
 class Scripts:
@@ -310,6 +333,10 @@ class Scripts:
     def view(self, job: str) -> Call[LogView | None]:
         """Look at a job: its state and all its tokens. None when Redis does not know it."""
         return self._call("view", _view, job)
+
+    def attach(self, job: str, attachment: str) -> Call[Attached | None]:
+        """Watch a job: what one has to know to show its answer. None when Redis does not know it."""
+        return self._call("attach", _attached, job, attachment)
 
     def beat(self, worker: str, status: Mapping[str, Any], ttl_ms: int) -> Call[int]:
         """Say that a worker lives and how it stands: the server's time in ms, which is in the heartbeat too."""

@@ -20,7 +20,7 @@ from ..outcome import CLOSING, Failure
 from ..replies import failed, json_reply
 from ..service import Service, service_of
 from ..session import Session
-from ..sse import EventStream
+from ..sse import EventStream, lingers
 
 #: Bodies beyond this many bytes are tokenised in a thread.
 LONG_BODY = 32 * 1024
@@ -92,7 +92,8 @@ async def _answer(service: Service, session: Session, request: Request, *, strea
     headers = {"x-request-id": session.renderer.id}
     if service.closing:  # it began between our look and the submit
         session.abort(CLOSING)
+    linger_s = lingers(request, service.config)
     if stream:
-        return EventStream(session, headers, service.config.keep_alive_s)
-    body = await collect(session, request.receive)
+        return EventStream(session, service.config, linger_s=linger_s)
+    body = await collect(session, request.receive, linger_s)
     return failed(body, headers) if isinstance(body, Failure) else json_reply(body, headers=headers)

@@ -136,17 +136,18 @@ local function without(attachments, gone)
   return table.concat(left, ' '), found
 end
 
--- All token ids of the log, in order, and their notes: one for each, or none.
+-- All token ids of the log, in order, their notes (one for each, or none), and the epochs that wrote them.
 local function log_tokens(id)
-  local ids, notes, noted = {}, {}, false
+  local ids, notes, noted, epochs = {}, {}, false, {}
   for _, e in ipairs(redis.call('XRANGE', logkey(id), '-', '+')) do
     if e[2][1] == 't' then
       table.insert(ids, tonumber(e[2][2]))
       table.insert(notes, e[2][4] or '')
       noted = noted or e[2][3] == 'x'
+      table.insert(epochs, tonumber(string.match(e[1], '^%d+')))
     end
   end
-  return ids, noted and notes or {}
+  return ids, noted and notes or {}, epochs
 end
 
 local function write_token(id, ep, seq, token, note)

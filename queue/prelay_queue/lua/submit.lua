@@ -1,4 +1,4 @@
--- submit(jobs, protocol, max_jobs, max_tokens): [{id, spec, cls, pt, mt, n, ttl, at, ep, ids, notes}] of one request,
+-- submit(jobs, protocol, max_jobs, max_tokens): [{id, spec, cls, pt, mt, n, ttl, at, vw, ep, ids, notes}] of one request,
 -- all or (refused, or on OOM) none. Refused is what would make more jobs, or prompt tokens, of its class wait than the
 -- limits say (0: any number), unless nothing waits. Never what was accepted before: a repeat, or a job that Redis lost.
 -- Answers new | exists per job; or {busy, class, jobs|tokens, waiting, asked for, limit, retry_ms}.
@@ -66,7 +66,7 @@ for _, job in ipairs(jobs) do
     local dl = job.ttl > 0 and now + job.ttl or 0
     redis.call('HSET', jobkey(job.id), 'v', ARGV[2], 'ep', job.ep, 'ow', '', 'nx', #job.ids,
       'spec', job.spec, 'pt', job.pt, 'mt', job.mt, 'n', job.n, 'cls', job.cls, 'sub', now, 'dl', dl,
-      'at', job.at, 'pe', 0, 'cr', 0, 'ca', 0, 'rs:' .. job.ep, #job.ids)
+      'at', job.at, 'vw', job.vw, 'pe', 0, 'cr', 0, 'ca', 0, 'rs:' .. job.ep, #job.ids)
     for i, token in ipairs(job.ids) do
       write_token(job.id, job.ep, i - 1, token, job.notes[i])
     end

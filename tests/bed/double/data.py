@@ -27,6 +27,7 @@ class Job:
     submitted_ms: int
     deadline_ms: int  # 0 is none
     attachments: list[str]
+    form: str
     log: list[tuple[int, int, str]]  # (epoch that wrote it, token, note); its place is the token's seq
     state: State = State.QUEUED
     owner: str = ""
@@ -52,6 +53,10 @@ class Job:
         return [token for _, token, _ in self.log]
 
     @property
+    def epochs(self) -> list[int]:
+        return [epoch for epoch, _, _ in self.log]
+
+    @property
     def notes(self) -> list[str]:
         """One for each token, or none when no token has one."""
         found = [note for _, _, note in self.log]
@@ -69,7 +74,7 @@ class Job:
         found: dict[str, object] = {
             "v": self.version, "st": self.state, "ep": self.epoch, "ow": self.owner, "nx": len(self.log),
             "spec": self.spec, "pt": self.prompt_tokens, "mt": self.max_tokens, "n": self.choices, "cls": self.cls,
-            "sub": self.submitted_ms, "dl": self.deadline_ms, "at": " ".join(self.attachments),
+            "sub": self.submitted_ms, "dl": self.deadline_ms, "at": " ".join(self.attachments), "vw": self.form,
             "sk": stream, "si": entry, "ce": self.claimed or None, "kv": self.kv, "kvo": exporter, "kve": exported,
             "wp": self.unwanted, "pe": self.preemptions, "why": self.why, "hf": self.failed_handovers or None,
             "cr": self.crashes, "ca": self.crashes_alone, "cs": self.crashed_at,

@@ -52,7 +52,7 @@ class Execution(Rules):
         job = Job(
             id=new["id"], version=version, epoch=new["ep"], cls=new["cls"], spec=new["spec"],
             prompt_tokens=new["pt"], max_tokens=new["mt"], choices=new["n"], submitted_ms=self.now_ms,
-            deadline_ms=self.now_ms + new["ttl"] if new["ttl"] else 0, attachments=new["at"].split(),
+            deadline_ms=self.now_ms + new["ttl"] if new["ttl"] else 0, attachments=new["at"].split(), form=new["vw"],
             log=_noted(new["ep"], new["ids"], new["notes"]), resumes={new["ep"]: len(new["ids"])},
         )  # fmt: skip
         self.enter(job, State.QUEUED, self.now_ms)
@@ -99,7 +99,18 @@ class Execution(Rules):
         if job is None:
             return None
         resume = job.resumes.get(job.epoch, 0)
-        return job.state, job.epoch, resume, job.reason or "", job.error or "", job.ids, job.notes
+        return job.state, job.epoch, resume, job.reason or "", job.error or "", job.ids, job.notes, job.epochs
+
+    def attach(self, name: str, token: str) -> Any:
+        job = self.data.jobs.get(name)
+        if job is None:
+            return None
+        if job.state is not State.DONE:
+            job.attachments = [*(other for other in job.attachments if other != token), token]
+            self.data.index("apis").setdefault(token.partition("#")[0], self.now_ms)
+        left_ms = max(1, job.deadline_ms - self.now_ms) if job.deadline_ms else 0
+        forgotten_ms = max(0, job.expires_ms - self.now_ms) if job.expires_ms else 0
+        return job.state, job.form, (job.spec or "").encode(), job.choices, left_ms, forgotten_ms
 
     # --- workers
 

@@ -23,7 +23,9 @@ def tokens(epoch: int, seq: int, *ids: int) -> TokensEvent:
 
 
 def view(epoch: int, *ids: int, state: str = "decode", resume: int = 0, reason: str = "") -> LogView:
-    return LogView(epoch, state, ids, resume, reason)
+    """A log whose tokens from `resume` on are of `epoch`, and the others of the one before."""
+    epochs = tuple(epoch if seq >= resume else max(1, epoch - 1) for seq in range(len(ids)))
+    return LogView(epoch, state, ids, resume, reason, epochs=epochs)
 
 
 def relay_with(*ids: int, delivered: int = 0, keep_delivered: bool = True) -> Relay:
@@ -216,6 +218,7 @@ class Job:
     state: str = State.DECODE
     reason: str = ""
     sent: list[LiveEvent] = field(default_factory=list)
+    written_in: list[int] = field(default_factory=list)
 
     def emit(self, count: int) -> None:
         if self.state != State.DECODE:
@@ -225,6 +228,7 @@ class Job:
         for _ in range(count):
             fresh.append(divergent_token(tuple(self.log), self.epoch))
             self.log.append(fresh[-1])
+            self.written_in.append(self.epoch)
         if fresh:
             self.sent.append(TokensEvent(JOB, self.epoch, seq, tuple(fresh)))
         if len(self.log) == self.max_tokens:
@@ -240,7 +244,7 @@ class Job:
             return
         if not 0 <= resume <= len(self.log):
             resume = len(self.log)
-        del self.log[resume:]
+        del self.log[resume:], self.written_in[resume:]
         self.epoch, self.resume, self.state = self.epoch + 1, resume, State.DECODE
         self.sent.append(RequeuedEvent(JOB, self.epoch, resume))
 
@@ -258,7 +262,8 @@ class Job:
             self.sent.append(EndedEvent(JOB, self.epoch, len(self.log), reason))
 
     def view(self) -> LogView:
-        return LogView(self.epoch, self.state, tuple(self.log), self.resume, self.reason)
+        epochs = tuple(self.written_in)
+        return LogView(self.epoch, self.state, tuple(self.log), self.resume, self.reason, epochs=epochs)
 
 
 class Viewer:

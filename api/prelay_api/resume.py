@@ -1,0 +1,145 @@
+"""A stream that goes on for a client that lost it, whichever process began it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prelay_queue.events import LogView
+from prelay_queue.job import JobSpec
+from prelay_queue.log import read_log
+from prelay_queue.scripts import Attached, NewJob
+from prelay_queue.state import State
+from prelay_text.errors import RequestError
+from prelay_text.form import Form
+
+from .outcome import Failure
+from .session import Links, Session
+
+#: The cursor of a choice of which the client has nothing.
+START = "0-0"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a client stands in one choice: it has the first `count` tokens, and perhaps the end."""
+
+    count: int = 0
+    told_end: bool = False
+
+
+def unknown(request_id: str) -> Failure:
+    """No process knows the stream (any more)."""
+    message = f"no stream {request_id[:100]!r}: it never was, or its answer is not kept any longer"
+    return Failure(404, message, "invalid_request_error", "stream_not_found", "request_id")
+
+
+def diverged(request_id: str, cursor: str) -> Failure:
+    """The client has what the log has not: going on would contradict it."""
+    message = f"the place {cursor[:100]!r} is not in the stream {request_id[:100]!r}: it cannot go on from there"
+    return Failure(409, message, "invalid_request_error", "diverged", "Last-Event-ID")
+
+
+def places_of(cursor: str, views: Sequence[LogView]) -> list[Place] | None:
+    """Where the client stands in each choice; None when the logs do not have that place.
+
+    Raise RequestError when it is no cursor of a stream with so many choices.
+    """
+    parts = cursor.split(",")
+    if len(parts) != len(views):
+        message = f"Last-Event-ID has {len(parts)} places, but the stream has {len(views)} choices"
+        raise RequestError(message, param="Last-Event-ID", code="invalid_value")
+    found = [_place(part, view) for part, view in zip(parts, views, strict=True)]
+    whole = [place for place in found if place is not None]
+    return whole if len(whole) == len(found) else None
+
+
+def _place(part: str, view: LogView) -> Place | None:
+    epoch_text, _, seq_text = part.partition("-")
+    if not (_is_number(epoch_text) and _is_number(seq_text)):
+        message = f"Last-Event-ID must be the id of a frame, like 1-17 or 1-17,1-15, not {part[:100]!r}"
+        raise RequestError(message, param="Last-Event-ID", code="invalid_value")
+    epoch, seq = int(epoch_text), int(seq_text)
+    if part == START:
+        return Place()
+    if seq < len(view.ids):
+        return Place(seq + 1) if view.epochs[seq] == epoch else None
+    over = view.state == State.DONE and (epoch, seq) == (view.epoch, len(view.ids))
+    return Place(seq, told_end=True) if over else None
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 16
+
+
+async def resume(links: Links, request_id: str, cursor: str | None) -> Session | Failure:
+    """A session that goes on at `cursor`, or from the start. Always `close` it.
+
+    Watches every choice first and looks then, so that no job ends for want of a viewer in between. Raise RequestError
+    for what is no cursor, QueueUnavailable, QueueError.
+    """
+    attachment = links.attachment()
+    found = await _attach(links, request_id, attachment)
+    if found is None:
+        return unknown(request_id)
+    try:
+        work = [_work(attached, attachment) for attached in found]
+        views = [await read_log(links.hub.queue, form.job) for form, _ in work]
+        known = [view for view in views if view is not None]
+        if len(known) < len(views):
+            return _detached(links, request_id, attachment, len(found), unknown(request_id))
+        places = [Place()] * len(known) if cursor is None else places_of(cursor, known)
+        if places is None:
+            return _detached(links, request_id, attachment, len(found), diverged(request_id, cursor or START))
+    except BaseException:
+        _detach(links, request_id, attachment, len(found))
+        raise
+    session = Session(links, work, attachment, attached=True)
+    session.begun = cursor is not None
+    for choice, view, place in zip(session.choices, known, places, strict=True):
+        choice.resume(view, place.count, told_end=place.told_end)
+    session.start()
+    return session
+
+
+async def _attach(links: Links, request_id: str, attachment: str) -> list[Attached] | None:
+    """Watch all choices of a request; None when one is unknown, or is nobody's to watch."""
+    queue = links.hub.queue
+    first = await queue.run(queue.scripts.attach(f"{request_id}/0", attachment))
+    if first is None:
+        return None
+    found: list[Attached] = [first]
+    try:
+        for index in range(1, first.choices):
+            other = await queue.run(queue.scripts.attach(f"{request_id}/{index}", attachment))
+            if other is None:
+                break
+            found.append(other)
+    except BaseException:
+        _detach(links, request_id, attachment, first.choices)
+        raise
+    if len(found) == first.choices and all(each.form for each in found):
+        return found
+    _detach(links, request_id, attachment, first.choices)
+    return None
+
+
+def _work(attached: Attached, attachment: str) -> tuple[Form, NewJob | None]:
+    """How a job is shown, and what to submit again should Redis lose it."""
+    form = Form.decode(attached.form)
+    if not attached.spec:
+        return form, None
+    spec = JobSpec.decode(attached.spec)
+    ends_at = time.monotonic() + attached.ttl_ms / 1000 if attached.ttl_ms else 0.0
+    return form, NewJob(spec, attachment, attached.choices, ends_at, form=attached.form)
+
+
+def _detach(links: Links, request_id: str, attachment: str, choices: int) -> None:
+    for index in range(choices):
+        links.canceller.put(f"{request_id}/{index}", attachment)
+
+
+def _detached(links: Links, request_id: str, attachment: str, choices: int, why: Failure) -> Failure:
+    _detach(links, request_id, attachment, choices)
+    return why
