@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from prelay_queue import failpoints
-from prelay_text.render import DONE, Part, comment, frame
+from prelay_text.render import DONE, comment, frame
 
 from .choice import Choice
 from .config import ApiConfig
@@ -92,9 +92,6 @@ def _next_of(session: Session, choice: Choice) -> Iterator[bytes]:
     if end is None or choice.told_end or choice.relay.pending or failure(end):
         return
     part = choice.finish()
-    if part.text:
-        yield frame(session.cursor(), render.text_chunk(choice.index, part, session.usage_so_far))
-        part = Part("")
     choice.told_end = True
     last = render.finish_chunk(choice.index, choice.finish_reason, part, session.usage_so_far)
     yield frame(session.cursor(), last)

@@ -1,8 +1,8 @@
 """Answers in OpenAI's shape, as bytes. Pure encoding: sending is the API's work.
 
-A chat stream is, for each choice: one chunk with the role, chunks with content, one with the finish
-reason and an empty delta. With `include_usage` every chunk carries `usage: null` (or, where that is asked
-for, the usage so far) and one more, without choices, carries the usage. Then DONE.
+A chat stream is, for each choice: one chunk with the role, chunks with content, one with the finish reason
+and the rest of the content, which mostly is none. With `include_usage` every chunk carries `usage: null` (or,
+where that is asked for, the usage so far) and one more, without choices, carries the usage. Then DONE.
 """
 
 from __future__ import annotations
@@ -139,8 +139,13 @@ class Renderer:
         return self._chunk(self._chunk_choice(index, words, part, None), usage)
 
     def finish_chunk(self, index: int, finish_reason: str, part: Part, usage: Usage | None = None) -> bytes:
-        """The last chunk of a choice. `part` has no text, only tokens that gave none."""
-        words: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+        """The last chunk of a choice, with the text that only the end let out.
+
+        In one chunk, so that a client has both or neither, and its place says which.
+        """
+        words: dict[str, Any] = {"text": part.text}
+        if self.chat:
+            words = {"delta": {"content": part.text} if part.text else {}}
         return self._chunk(self._chunk_choice(index, words, part, finish_reason), usage)
 
     def usage_chunk(self, usage: Usage) -> bytes:
