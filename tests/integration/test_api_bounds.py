@@ -65,8 +65,8 @@ def test_a_body_that_is_no_json_is_a_400(quiet_api: Api, raw: bytes) -> None:
         ({"model": "null", "prompt": "t1", "temperature": 3}, 400, "temperature", "from 0 to 2"),
         ({"model": "null", "prompt": "t1", "temperature": True}, 400, "temperature", "True"),
         ({"model": "null", "prompt": "t1", "stream": "yes"}, 400, "stream", "true or false"),
-        ({"model": "null", "prompt": "t1", "n": 17}, 400, "n", "from 1 to 16"),
-        ({"model": "null", "prompt": "t1", "best_of": 3}, 400, "best_of", "not implemented"),
+        ({"model": "null", "prompt": "t1", "n": 129}, 400, "n", "from 1 to 128"),
+        ({"model": "null", "prompt": "t1", "n": 4, "best_of": 3}, 400, "best_of", "at least n"),
         ({"model": "null", "prompt": "t1", "nonsense": 3}, 400, "nonsense", "not a parameter"),
     ],
 )
