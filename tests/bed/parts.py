@@ -37,21 +37,25 @@ class Part(Stream):
 
 
 async def post_part(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any], most: int = -1, headers: dict[str, str] | None = None
+    client: httpx.AsyncClient,
+    path: str,
+    body: dict[str, Any],
+    most: int = -1,
+    headers: dict[str, str] | None = None,
+    found: Part | None = None,
 ) -> Part:
-    """Post, read `most` frames, and hang up."""
+    """Post, read `most` frames, and hang up; or read until the server is gone. `found` grows meanwhile."""
     request = client.build_request("POST", path, json={"stream": True, **body}, headers=headers)
-    return await _read(client, request, most)
+    return await _read(client, request, found or Part(most=most))
 
 
 async def get_part(client: httpx.AsyncClient, request_id: str, last_id: str | None = None, most: int = -1) -> Part:
     """Go on with a stream, read `most` frames, and hang up."""
     headers = {} if last_id is None else {"Last-Event-ID": last_id}
-    return await _read(client, client.build_request("GET", STREAMS + request_id, headers=headers), most)
+    return await _read(client, client.build_request("GET", STREAMS + request_id, headers=headers), Part(most=most))
 
 
-async def _read(client: httpx.AsyncClient, request: httpx.Request, most: int) -> Part:
-    found = Part(most=most)
+async def _read(client: httpx.AsyncClient, request: httpx.Request, found: Part) -> Part:
     response = await client.send(request, stream=True)
     try:
         found.status, found.headers = response.status_code, dict(response.headers)
@@ -59,7 +63,7 @@ async def _read(client: httpx.AsyncClient, request: httpx.Request, most: int) ->
             found.error = orjson.loads(await response.aread())["error"]
         else:
             await read_frames(response, found)
-    except _EnoughError:
+    except (_EnoughError, httpx.TransportError):
         pass
     finally:
         await response.aclose()

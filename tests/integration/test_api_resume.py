@@ -16,7 +16,7 @@ from prelay_queue.state import State
 from prelay_worker.config import NullModel, Role
 from tests.bed.chain import Listener, check_chain, check_stream, expected_chain, stream, usage
 from tests.bed.http import client_of
-from tests.bed.parts import RESUMABLE, STREAMS, get_part, joined, post_part
+from tests.bed.parts import RESUMABLE, STREAMS, Part, get_part, joined, post_part
 from tests.bed.processes import Api, Fleet, fleet, until, until_ready
 from tests.bed.scripted import ScriptedWorker
 from tests.bed.servers import Server
@@ -123,9 +123,12 @@ async def test_a_stream_survives_the_api_process_that_began_it(new_fleet: Fleet)
     until_ready(doomed.url)
     async with client_of(doomed.url) as here, client_of(other.url) as there:
         asked = body([4, 2], n=2, max_tokens=150, stream_options={"include_usage": True})
-        request = asyncio.create_task(post_part(here, COMPLETIONS, asked, most=12))
-        begun = await request
+        found = Part()
+        asking = asyncio.create_task(post_part(here, COMPLETIONS, asked, found=found))
+        await asyncio.to_thread(until, lambda: len(found.frames) > 12)
         doomed.send(signal.SIGKILL)
+        begun = await asking
+        assert not begun.done
         rest = await get_part(there, begun.id, begun.last_id)
     whole = joined([begun, rest])
     for heard in whole.choices.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from prelay_queue.job import JobSpec
 from prelay_queue.scripts import Reaped
 from prelay_queue.state import State
 from tests.integration.queue_desk import API, JOB, OTHER_API, Desk, new_job
@@ -82,3 +83,45 @@ def test_the_dead_are_forgotten(desk: Desk) -> None:
     sweep(desk)
     sweep(desk)
     assert "apis" not in desk.look().scores
+
+
+def test_another_viewer_learns_all_that_it_needs_and_the_job_outlives_the_first(desk: Desk) -> None:
+    desk.to(State.DECODE, new_job(form='{"how": "it is shown"}'))
+    found = desk.run(desk.scripts.attach(JOB, f"{OTHER_API}#9"))
+    assert found is not None
+    assert (found.state, found.form, found.choices, found.ttl_ms) == (State.DECODE, '{"how": "it is shown"}', 1, 0)
+    assert JobSpec.decode(found.spec) == new_job().spec
+    assert desk.run(desk.scripts.cancel(JOB, f"{API}#1")) == "watched"
+    assert desk.fields()["at"] == f"{OTHER_API}#9"
+    assert desk.look().scores["apis"][OTHER_API] == pytest.approx(desk.now_ms(), abs=5_000)
+    assert desk.run(desk.scripts.cancel(JOB, f"{OTHER_API}#9")) == "ended"
+
+
+def test_to_attach_twice_is_to_attach_once(desk: Desk) -> None:
+    desk.submit()
+    for _ in range(2):
+        desk.run(desk.scripts.attach(JOB, f"{OTHER_API}#9"))
+    assert desk.fields()["at"] == f"{API}#1 {OTHER_API}#9"
+
+
+def test_a_job_that_is_over_takes_no_viewer_but_says_how_it_is_shown(desk: Desk) -> None:
+    desk.to(State.DONE, new_job(form="f"))
+    before = desk.fields()
+    found = desk.run(desk.scripts.attach(JOB, f"{OTHER_API}#9"))
+    assert found is not None
+    assert (found.state, found.form, found.spec) == (State.DONE, "f", b"")
+    assert 0 < found.forgotten_ms <= 300_000
+    assert desk.fields() == before
+
+
+def test_a_job_that_nobody_knows_cannot_be_watched(desk: Desk) -> None:
+    assert desk.run(desk.scripts.attach("nobody/0", f"{API}#1")) is None
+
+
+def test_a_look_says_which_attempt_wrote_each_token(desk: Desk) -> None:
+    desk.to(State.DECODE)
+    count = len(desk.view().ids)
+    assert desk.emit(count, (5, 6)).code == "ok"
+    desk.preempt()
+    assert desk.requeue(count + 1, f"{API}#1").code == "ok"
+    assert desk.view().epochs == (1,) * (count + 1)
