@@ -334,6 +334,7 @@ def test_a_body_in_a_thousand_chunks_is_read(quiet_api: Api) -> None:
         ("OPTIONS", COMPLETIONS, "POST"),
         ("TRACE", "/v1/models/null", "HEAD, GET"),
         ("PUT", "/tokenize", "POST"),
+        ("PUT", "/v1/streams/x", "HEAD, GET, DELETE"),
         ("PROPFIND", "/health", "HEAD, GET"),
     ],
 )

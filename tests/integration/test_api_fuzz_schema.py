@@ -40,6 +40,8 @@ OPERATIONS = [
     *WITH_BODY,
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
+    ("GET", "/v1/streams/{request_id}"),
+    ("DELETE", "/v1/streams/{request_id}"),
     ("GET", "/health/live"),
     ("GET", "/health/ready"),
     ("GET", "/health"),
