@@ -10,7 +10,7 @@ from starlette.types import Receive
 from prelay_text.render import Choice as RenderedChoice
 
 from .choice import Choice
-from .outcome import CANCELLED, Failure
+from .outcome import CANCELLED, CLOSING, Failure
 from .session import Session
 from .sse import client_gone
 
@@ -18,7 +18,7 @@ from .sse import client_gone
 _LOOK_S = 30.0
 
 
-async def collect(session: Session, receive: Receive, linger_s: float = 0.0) -> bytes | Failure:
+async def collect(session: Session, receive: Receive) -> bytes | Failure:
     """Wait for every choice and return the body, or what went wrong. Closes the session in any case.
 
     Nothing is delivered before the end, so a preempt restarts from scratch. A client that leaves ends it.
@@ -29,6 +29,8 @@ async def collect(session: Session, receive: Receive, linger_s: float = 0.0) -> 
         await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
         if (problem := session.failed()) is not None:
             return problem
+        if session.handed_on:
+            return CLOSING
         if not session.ended:
             return CANCELLED  # nobody reads it
         choices = [
@@ -36,14 +38,14 @@ async def collect(session: Session, receive: Receive, linger_s: float = 0.0) -> 
         ]
         return session.renderer.answer(choices, session.usage)
     finally:
-        session.close(linger_s)
+        session.close()
         for task in (waiting, leaving):
             task.cancel()
         await asyncio.gather(waiting, leaving, return_exceptions=True)
 
 
 async def _wait(session: Session) -> None:
-    while not session.ended and session.failed() is None:
+    while not session.ended and not session.handed_on and session.failed() is None:
         await session.wait(_LOOK_S)
 
 

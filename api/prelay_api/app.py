@@ -42,6 +42,7 @@ def create_app(service: Service) -> FastAPI:
             yield
         finally:
             service.begin_closing()
+            service.tell()
             await service.stop()
 
     app = FastAPI(

@@ -19,6 +19,8 @@ class ApiConfig:
     port: int = 8000
     keep: str = "delivered"
     shutdown_grace_s: int = 10
+    #: How long open requests go on after a signal to stop before they are told, seconds.
+    drain_s: float = 0.0
     max_body_bytes: int = 8 * 1024 * 1024
     #: Silence on a stream after which a comment is sent, seconds: proxies give up after as little as 5.
     keep_alive_s: float = 4.0

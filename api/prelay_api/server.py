@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import signal
 import socket
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ from fastapi import FastAPI
 from .errors import StartupError
 from .protocol import protocol_with
 from .service import Service
+
+log = logging.getLogger("prelay.api")
 
 #: Connections that wait to be accepted.
 BACKLOG = 2048
@@ -50,7 +54,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but SIGTERM and SIGINT first tell every open request that the server closes.
+    """uvicorn, but SIGTERM and SIGINT let open requests end, and then tell those that are left that the server closes.
 
     uvicorn alone would wait for streams to end by themselves, and then die by the signal it got.
     """
@@ -67,7 +71,7 @@ class Server(uvicorn.Server):
             server_header=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=grace_s,
+            timeout_graceful_shutdown=math.ceil(service.config.drain_s) + grace_s,
         )
         super().__init__(config)
         self._service = service
@@ -85,7 +89,13 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _close(self, number: int) -> None:
-        if self.should_exit and number == signal.SIGINT:
-            self.force_exit = True
+        """The first signal takes no new requests, and drains; the second tells the open ones; more cut them off."""
+        again, drain_s = self.should_exit, self._service.config.drain_s
+        self.force_exit = self._service.told and number == signal.SIGINT
         self.should_exit = True
         self._service.begin_closing()
+        if again or not drain_s:
+            self._service.tell()
+        else:
+            log.info("told to stop: %d open requests may go on for %g s", len(self._service.sessions), drain_s)
+            asyncio.get_running_loop().call_later(drain_s, self._service.tell)

@@ -42,6 +42,7 @@ class Service:
         self.started_at = int(time.time())
         self.fingerprint = f"fp_{fingerprint(config.model)}"
         self.closing = False
+        self.told = False  # the open requests know that
         self.sessions: set[Session] = set()
 
     async def start(self) -> None:
@@ -59,10 +60,20 @@ class Service:
             part.start()
 
     def begin_closing(self) -> None:
-        """Tell every open request to try again elsewhere, or later. May be called more than once."""
+        """Take no new requests; those that are open go on."""
         self.closing = True
+
+    def tell(self) -> None:
+        """Tell every open request to try again elsewhere, or later; hand on a stream whose client will come back.
+
+        May be called more than once.
+        """
+        self.told = True
         for session in list(self.sessions):
-            session.abort(CLOSING)
+            if session.linger_s:
+                session.hand_on()
+            else:
+                session.abort(CLOSING)
 
     async def stop(self) -> None:
         """Stop in the order in which nothing is lost.

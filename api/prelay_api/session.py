@@ -68,6 +68,7 @@ class Session:
         self.attached = attached
         self.begun = False  # the client has the first chunks of a stream
         self.handed_on = False
+        self.linger_s = 0.0  # how long the jobs are watched on when the client vanishes
         self._links = links
         self._form = work[0][0]
         self._attachment = attachment
@@ -137,7 +138,7 @@ class Session:
         return None
 
     def hand_on(self) -> None:
-        """This process shuts down: let the client go on with the stream elsewhere."""
+        """This process shuts down: let the client go on elsewhere with the stream, or with its request."""
         self.handed_on = True
         self._changed.set()
 
@@ -195,7 +196,7 @@ class Session:
         """Where the client stands, for each choice."""
         return ",".join(choice.cursor for choice in self.choices)
 
-    def close(self, linger_s: float = 0.0) -> None:
+    def close(self) -> None:
         """Stop relaying, and watch no more after `linger_s`: what still runs then, watched by nobody, is cancelled.
 
         Does not wait, so a cancelled request cannot skip it.
@@ -207,7 +208,7 @@ class Session:
         for choice in self.choices:
             choice.close()
             if self.attached and not choice.relay.over:
-                self._links.canceller.put(choice.id, self._attachment, linger_s)
+                self._links.canceller.put(choice.id, self._attachment, self.linger_s)
 
 
 def _mean_logprob(choice: Choice) -> float:

@@ -102,13 +102,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, session: Session, config: ApiConfig, *, linger_s: float = 0.0) -> None:
-        kept = {"preference-applied": RESUMABLE} if linger_s else {}
+    def __init__(self, session: Session, config: ApiConfig) -> None:
+        kept = {"preference-applied": RESUMABLE} if session.linger_s else {}
         super().__init__(headers={**_HEADERS, "x-request-id": session.renderer.id, **kept})
         del self.headers["content-length"]  # of the empty body that Response assumes
         self._session = session
         self._config = config
-        self._linger_s = linger_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Send all. When cancelled, or the client gone, the session's jobs are cancelled before this returns."""
@@ -117,7 +116,7 @@ class EventStream(Response):
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._session.close(self._linger_s)
+            self._session.close()
             for task in (sending, leaving):
                 task.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)

@@ -165,7 +165,8 @@ class Fleet:
             supervisor.keep(self._nursery.spec())
         await self._start_server()
         self.report.step(f"model {self.plan.name} ({self.plan.folder})")
-        supervisor.keep(self.plan.child("api", "api", settings.shutdown_grace_s + API_STOP_EXTRA_S, threads=1))
+        api_stop_s = settings.drain_s + settings.shutdown_grace_s + API_STOP_EXTRA_S
+        supervisor.keep(self.plan.child("api", "api", api_stop_s, threads=1))
         for name, role in self.plan.workers():
             spec = self.plan.child(name, role, WORKER_STOP_S, self.plan.sizes.threads)
             supervisor.keep(spec if self._nursery is None else self._nursery.nursed(spec))

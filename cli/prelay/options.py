@@ -135,6 +135,10 @@ OPTIONS: dict[str, Option] = {
             "shutdown_grace_s", "SECONDS", "Longest time that the API takes, when it stops, to end open streams with an"
             " error that says try again.", "10", _API,
         ),
+        Option(
+            "drain_s", "SECONDS", "How long the API, when it is told to stop, lets open requests go on before it tells"
+            " them to try again; a second signal tells them at once.", "5", _API,
+        ),
         Option("log_level", "LEVEL", "debug, info, warning or error.", "info"),
         Option("null_model", "", "A fake model: hashes for tokens.", panel="Tests", is_switch=True, hidden=True),
         Option("null_divergent", "", "The epoch goes into the hash.", panel="Tests", is_switch=True, hidden=True),
@@ -152,7 +156,7 @@ _RUN = (
 _COMMON = ("redis_url", "model", "log_level")
 API = (
     *_COMMON, "served_model_name", "host", "port", "api_key", "api_key_file", "body_timeout_s", "max_queued_jobs",
-    "max_queued_tokens", "keep", "shutdown_grace_s",
+    "max_queued_tokens", "keep", "shutdown_grace_s", "drain_s",
 )  # fmt: skip
 PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
 DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", *_RUN)

@@ -42,6 +42,7 @@ def run_api(settings: Settings) -> int:
             port=settings.port,
             keep=settings.keep,
             shutdown_grace_s=settings.shutdown_grace_s,
+            drain_s=settings.drain_s,
             body_timeout_s=settings.body_timeout_s,
             api_keys=keys,
         )

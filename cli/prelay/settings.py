@@ -116,6 +116,7 @@ class Settings(BaseSettings):
     max_queued_tokens: Annotated[str, BeforeValidator(partial(_per_class, QUEUED_TOKENS))] = written(QUEUED_TOKENS)
     keep: Literal["delivered", "emitted"] = "delivered"
     shutdown_grace_s: Annotated[int, Field(ge=0, le=3600)] = 10
+    drain_s: Annotated[float, Field(ge=0, le=86_400)] = 5
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     null_model: bool = False
     null_divergent: bool = False

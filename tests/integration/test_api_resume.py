@@ -252,6 +252,53 @@ async def test_delete_ends_a_stream_for_all_who_read_it(quiet_api: Api, scripted
     assert found.done
 
 
+# --- a process that is told to stop
+
+
+async def test_a_process_that_stops_lets_streams_end_while_it_takes_no_new_ones(new_fleet: Fleet) -> None:
+    api = new_fleet.api(drain_s=30.0)
+    worker = ScriptedWorker(new_fleet.queue)
+    client = Listener(api.url, COMPLETIONS, body([1]))
+    claim = await asyncio.to_thread(worker.take)
+    worker.emit(claim, 0, [10])
+    await asyncio.to_thread(until, lambda: client.ids == [10])
+    api.send(signal.SIGTERM)
+    await asyncio.sleep(0.3)
+    worker.finish(claim, 1, [11])
+    found = await asyncio.to_thread(client.end)
+    assert (found.choices[0].ids, found.done, found.error) == ([10, 11], True, None)
+    assert await asyncio.to_thread(api.wait, 5) == 0
+    worker.close()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_a_stream_that_outlasts_the_drain_is_told_or_handed_on(new_fleet: Fleet, signals: int) -> None:
+    """A second signal ends the drain at once."""
+    stopping, other = new_fleet.api(drain_s=0.5 if signals == 1 else 60.0), new_fleet.api()
+    worker = ScriptedWorker(new_fleet.queue)
+    told = Listener(stopping.url, COMPLETIONS, body([1]))
+    claims = [await asyncio.to_thread(worker.take)]
+    async with client_of(stopping.url) as here, client_of(other.url) as there:
+        asking = asyncio.create_task(post_part(here, COMPLETIONS, body([2]), headers=RESUMABLE))
+        claims.append(await asyncio.to_thread(worker.take))
+        for claim in claims:
+            worker.emit(claim, 0, [10])
+        await asyncio.to_thread(until, lambda: told.ids == [10])
+        for _ in range(signals):
+            stopping.send(signal.SIGTERM)
+            await asyncio.to_thread(stopping.wait_for, "told to stop")
+        found, begun = await asyncio.to_thread(told.end), await asking
+        assert await asyncio.to_thread(stopping.wait, 10) == 0
+        assert found.error is not None
+        assert "shutting down" in found.error["message"]
+        assert (begun.done, begun.error) == (False, None)
+        worker.finish(claims[1], 1, [11])
+        rest = await get_part(there, begun.id, begun.last_id)
+    assert joined([begun, rest]).choices[0].ids == [10, 11]
+    assert worker.state(claims[0].id)["fin"] == "cancelled"
+    worker.close()
+
+
 # --- silence, and clients that do not read
 
 

@@ -90,10 +90,10 @@ async def _serve(request: Request, read: Callable[[object], CompletionRequest | 
 
 async def _answer(service: Service, session: Session, request: Request, *, stream: bool) -> Response:
     headers = {"x-request-id": session.renderer.id}
-    if service.closing:  # it began between our look and the submit
+    session.linger_s = lingers(request, service.config)
+    if service.told:  # between our look and the submit
         session.abort(CLOSING)
-    linger_s = lingers(request, service.config)
     if stream:
-        return EventStream(session, service.config, linger_s=linger_s)
-    body = await collect(session, request.receive, linger_s)
+        return EventStream(session, service.config)
+    body = await collect(session, request.receive)
     return failed(body, headers) if isinstance(body, Failure) else json_reply(body, headers=headers)

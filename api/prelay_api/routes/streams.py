@@ -36,11 +36,8 @@ async def go_on(request: Request, request_id: str) -> Response:
     session = await service.resume(request_id, cursor)
     if isinstance(session, Failure):
         return failed(session)
-    try:
-        return EventStream(session, service.config, linger_s=lingers(request, service.config))
-    except BaseException:
-        session.close()
-        raise
+    session.linger_s = lingers(request, service.config)
+    return EventStream(session, service.config)
 
 
 @router.delete("/v1/streams/{request_id}", summary="End a stream", responses={404: _ANSWERS[404]})
