@@ -232,7 +232,8 @@ def jobs(tokenizer: Tokenizer, draw: Random, count: int, greedy: bool, tokens: i
     ordinary = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids]
     common = draw.choices(ordinary, k=100)
     for number in range(count):
-        prompt = (*common[: draw.randint(0, 100)], *draw.choices(ordinary, k=draw.randint(1, 30)))
+        own = draw.choices(ordinary, k=draw.choice((0, 0, BLOCK)))  # the same blocks after another beginning
+        prompt = (*own, *common[: draw.randint(0, 100)], *draw.choices(ordinary, k=draw.randint(1, 30)))
         chosen = {"temperature": 0.0, "frequency_penalty": 2.0} if greedy else {"temperature": 6.0, "seed": number}
         sampling = Sampling(tokens, ignore_eos=True, logit_bias=bias, logprobs=2, **chosen)  # type: ignore[arg-type]
         yield Job(prompt, sampling)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
+from redis.exceptions import RedisError
 
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueUnavailable
@@ -80,6 +81,7 @@ class NullFleet:
         self.queue = SyncQueue(self.settings)
         self.keys = self.queue.keys
         self.redis = self.queue.redis
+        self._accounts_at = 0.0
 
     # Processes.
 
@@ -107,6 +109,16 @@ class NullFleet:
                 self.workers[i] = self._worker(worker.config)
             else:
                 thaw(worker)
+        self._check_accounts()
+
+    def _check_accounts(self) -> None:
+        """Whatever happens: what workers say of their pools adds up. Redis may be away."""
+        if time.monotonic() < self._accounts_at:
+            return
+        self._accounts_at = time.monotonic() + 0.3
+        with contextlib.suppress(RedisError):
+            beats = self.status()
+            assert all(is_accounted(beat["kv"]) for beat in beats), beats
 
     def status(self) -> list[dict[str, Any]]:
         """The heartbeats of the workers that run now."""

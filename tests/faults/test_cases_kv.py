@@ -96,8 +96,8 @@ def test_what_the_pool_cannot_hold_is_refused_at_once_and_a_tiny_prompt_then_ser
     Also a prompt that fits when its answer does not. Nothing of either gets into the queue.
     """
     with site(shared_server) as here:
-        here.start(Role.PREFILL, blocks=64)
-        here.start(Role.DECODE, blocks=20)  # 80 tokens
+        here.start(Role.PREFILL, blocks=64, max_model_len=4096)  # the model itself could read more
+        here.start(Role.DECODE, blocks=20, max_model_len=4096)  # 80 tokens
         here.until_ready()
         api = here.api()
         for size, answer in ((81, 1), (80, 1), (60, 21), (1, 80), (81, None)):

@@ -106,16 +106,21 @@ def test_a_decode_worker_frozen_for_fifteen_seconds_is_refused_when_it_wakes(sha
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_jobs_end_once_while_a_worker_of_eight_is_killed_every_second(shared_server: Server, seconds: int) -> None:
-    """taskiq-redis#123: jobs are lost, or run twice, when workers die while they take them."""
-    roles = (*[Role.PREFILL] * 3, *[Role.DECODE] * 5)
+    """taskiq-redis#123: jobs are lost, or run twice, when workers die while they take them.
+
+    In turn any of them dies, and one that decodes.
+    """
+    roles, tokens = (*[Role.PREFILL] * 3, *[Role.DECODE] * 5), 150
     with site(shared_server, null=replace(DIVERGENT, step_ms=5)) as here:
         here.serve(*roles)
         api = here.api()
         begun = time.monotonic()
         for n in range(seconds):
-            here.crowd(api, 6, max_tokens=60, first=6 * n)
+            here.crowd(api, 6, max_tokens=tokens, first=6 * n)
             until(bound(lambda s: time.monotonic() - begun > s, n + 0.5))
-            here.chance.choice([w for w in here.workers if w.id]).kill()
+            alive = [w for w in here.workers if w.id]
+            busy = [w for w in alive if n % 2 and owned_by(here, w.id, "decode")]
+            here.chance.choice(busy or alive).kill()
             until(bound(lambda s: time.monotonic() - begun > s, n + 1))
             here.tend()
         streams = here.check_crowds(120)
@@ -125,7 +130,7 @@ def test_jobs_end_once_while_a_worker_of_eight_is_killed_every_second(shared_ser
         jobs = {f"{found.id}/0" for found in streams}
         assert {text(key).rpartition("job:")[2] for key in here.redis.keys(here.keys.job("*"))} == jobs
         for job in jobs:
-            here.check_one_end(job, 60)
+            here.check_one_end(job, tokens)
         here.check_nothing_left()
 
 
