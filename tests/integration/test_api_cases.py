@@ -113,9 +113,10 @@ def test_a_prompt_at_the_edge_of_the_context_is_refused_with_both_numbers_or_fit
 ) -> None:
     """vllm#33418: max_tokens became negative where the prompt filled the context, or the request hung."""
     ids = [n % 1000 for n in range(length)]
-    prompt = {"messages": chat(ids)} if chatting else {"prompt": words(ids)}
-    limit = {} if wanted is None else {"max_tokens": wanted}
-    answer = ask(api, CHAT if chatting else COMPLETIONS, **prompt, **limit, stream=stream)
+    body: dict[str, Any] = {"messages": chat(ids)} if chatting else {"prompt": words(ids)}
+    if wanted is not None:
+        body["max_tokens"] = wanted
+    answer = ask(api, CHAT if chatting else COMPLETIONS, **body, stream=stream)
     room = CONTEXT - length
     if room < 1 or (wanted is not None and wanted > room):
         error = refusal(answer)

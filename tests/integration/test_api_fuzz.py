@@ -173,6 +173,7 @@ def test_a_body_with_one_thing_wrong_is_answered_or_refused_by_name(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @given(case=_spoilt())
 @examples(8_000)
 def test_thousands_of_bodies_with_one_thing_wrong(client: httpx.Client, case: tuple[str, Any]) -> None:

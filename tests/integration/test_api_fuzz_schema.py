@@ -125,6 +125,7 @@ def test_what_is_wrong_by_the_page_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("operation", WITH_BODY, ids=" ".join)
 @pytest.mark.parametrize("mode", [RIGHT, WRONG])
 def test_the_page_is_true_at_length(
@@ -133,4 +134,4 @@ def test_the_page_is_true_at_length(
     operation: tuple[str, str],
     mode: schemathesis.GenerationMode,
 ) -> None:
-    walk(page, target, operation, mode, 800)
+    walk(page, target, operation, mode, 500)
