@@ -227,14 +227,14 @@ def jobs(tokenizer: Tokenizer, draw: Random, count: int, greedy: bool, tokens: i
     """Prompts that begin alike up to any place, and answers of a few letters, one of which is two tokens."""
     letters = ["Ã", "©", "a", "b", "Ġ"]  # the first two are the bytes of é
     ids = [tokenizer.token_id(letter) for letter in letters]
-    bias = tuple((token, 40.0) for token in ids if token is not None)
+    bias = tuple((token, 1000.0) for token in ids if token is not None)  # nothing else comes
     assert len(bias) == len(letters)
     ordinary = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids]
     common = draw.choices(ordinary, k=100)
     for number in range(count):
         own = draw.choices(ordinary, k=draw.choice((0, 0, BLOCK)))  # the same blocks after another beginning
         prompt = (*own, *common[: draw.randint(0, 100)], *draw.choices(ordinary, k=draw.randint(1, 30)))
-        chosen = {"temperature": 0.0, "frequency_penalty": 2.0} if greedy else {"temperature": 6.0, "seed": number}
+        chosen = {"temperature": 0.0, "frequency_penalty": 2.0} if greedy else {"temperature": 30.0, "seed": number}
         sampling = Sampling(tokens, ignore_eos=True, logit_bias=bias, logprobs=2, **chosen)  # type: ignore[arg-type]
         yield Job(prompt, sampling)
 
