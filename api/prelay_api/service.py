@@ -25,6 +25,7 @@ from .config import ApiConfig
 from .deadline import Deadlines
 from .fleet import FleetWatch
 from .hub import Hub
+from .idempotency import Sent
 from .outcome import CLOSING, Failure
 from .resume import resume
 from .session import Links, Session
@@ -89,7 +90,7 @@ class Service:
         await self.hub.stop(lingering=self.canceller.lingering)
         await self.queue.aclose()
 
-    async def open(self, request: CompletionRequest | ChatRequest, *, long: bool) -> Session:
+    async def open(self, request: CompletionRequest | ChatRequest, sent: Sent | None = None, *, long: bool) -> Session:
         """Begin a session; its deadline runs. Always `close` it. Raise RequestError when the request cannot be served
         as it stands, and QueueFull while Redis has no memory for it.
 
@@ -104,7 +105,7 @@ class Service:
         limits = await self.fleet.limits(self.tokenizer.context_len)
         work = partial(resolve, request, self.tokenizer, limits, spare_seed=secrets.randbits(64))
         parts = await asyncio.to_thread(work) if long else work()
-        session = Session.begin(self._links, self._renderer(request), request, parts)
+        session = Session.begin(self._links, self._renderer(request), request, parts, sent)
         self.sessions.add(session)
         if request.deadline_ms is not None:
             self.deadlines.set(session, began + request.deadline_ms / 1000)

@@ -24,6 +24,7 @@ from prelay_text.tokenizer import Tokenizer
 from .canceller import Canceller
 from .choice import Choice
 from .hub import Hub
+from .idempotency import Sent
 from .outcome import Failure, failure
 
 
@@ -43,14 +44,19 @@ class Links:
 
 
 def new_jobs(
-    links: Links, renderer: Renderer, request: CompletionRequest | ChatRequest, parts: Sequence[JobPart]
+    links: Links,
+    renderer: Renderer,
+    request: CompletionRequest | ChatRequest,
+    parts: Sequence[JobPart],
+    sent: Sent | None,
 ) -> list[tuple[Form, NewJob]]:
     """The jobs of a request, and how each is shown."""
+    key, digest = (sent.key, sent.digest) if sent else ("", "")
     attachment, found = links.attachment(), []
     for part in parts:
         form = form_of(request, part, renderer, links.tokenizer)
         spec = JobSpec(form.job, part.prompt_ids, part.sampling, part.priority)
-        found.append((form, NewJob(spec, attachment, len(parts), form=form.encode())))
+        found.append((form, NewJob(spec, attachment, len(parts), form=form.encode(), key=key, digest=digest)))
     return found
 
 
@@ -88,17 +94,22 @@ class Session:
 
     @classmethod
     def begin(
-        cls, links: Links, renderer: Renderer, request: CompletionRequest | ChatRequest, parts: Sequence[JobPart]
+        cls,
+        links: Links,
+        renderer: Renderer,
+        request: CompletionRequest | ChatRequest,
+        parts: Sequence[JobPart],
+        sent: Sent | None = None,
     ) -> Session:
-        """A session for a new request, whose jobs are still to be submitted."""
-        work = new_jobs(links, renderer, request, parts)
+        """A session for a new request, whose jobs are still to be submitted; `sent` under a key, or not."""
+        work = new_jobs(links, renderer, request, parts, sent)
         return cls(links, work, work[0][1].attachment)
 
     def __repr__(self) -> str:
         return f"Session({self.renderer.id!r}, {self.choices!r})"
 
     async def submit(self) -> None:
-        """Put all jobs into the queue, or none. Raise QueueFull, QueueUnavailable or QueueError."""
+        """Put all jobs into the queue, or none. Raise SentBefore, QueueBusy, QueueFull, QueueError."""
         queue = self._links.hub.queue
         for choice in self.choices:
             trace.mark("api.submit", choice.id)

@@ -21,6 +21,7 @@ from prelay_text.render import DONE, comment, frame
 
 from .choice import Choice
 from .config import ApiConfig
+from .idempotency import HEADER
 from .outcome import INTERNAL, failure
 from .phase import phase_of
 from .session import Session
@@ -139,7 +140,12 @@ class EventStream(Response):
 
 
 def lingers(request: Request, config: ApiConfig) -> float:
-    """How long the request's jobs are kept for a client that vanishes, seconds: `Prefer: resumable` asks for it."""
+    """How long the request's jobs are kept for a client that vanishes, seconds.
+
+    Not at all unless it says that it will come back: with `Prefer: resumable`, or a key under which to ask again.
+    """
+    if HEADER in request.headers:
+        return config.linger_s
     asked = (each.strip().lower() for each in request.headers.get("prefer", "").split(","))
     return config.linger_s if RESUMABLE in asked else 0.0
 

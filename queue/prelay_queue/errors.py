@@ -4,6 +4,7 @@ QueueError
 ├── BadMessageError       a stored message does not parse; `raw` keeps the bytes
 ├── IllegalTransition     an event that the state table does not allow
 ├── QueueUnavailable      no connection, loading, read-only or timed out: try again
+├── SentBefore            another request was sent under this key
 ├── QueueFull             the server is over maxmemory: new work is refused, running work drains
 └── QueueBusy             as much waits as may wait: new work of this class is refused for a while
 """
@@ -47,3 +48,11 @@ class QueueBusy(QueueError):  # noqa: N818
         )
         self.cls, self.kind, self.waiting, self.asked, self.limit = cls, kind, waiting, asked, limit
         self.retry_ms = retry_ms
+
+
+class SentBefore(QueueError):  # noqa: N818
+    """A request was sent before under the same key: `request_id`. `same`: with the same body."""
+
+    def __init__(self, request_id: str, *, same: bool) -> None:
+        super().__init__(f"request {request_id} was sent under this key, with {'the same' if same else 'another'} body")
+        self.request_id, self.same = request_id, same

@@ -15,6 +15,7 @@ job:<id>            hash     one job (one choice). Fields:
                                cls  priority class       sub  submit time, server ms
                                dl   deadline, server ms, 0 none
                                at   attachments "<api>#<token>", space separated: who is watching
+                               ik   key under which the client may send the request again, '' for none
                                vw   how the answer is shown (prelay_text/form.py), '' for a job of nobody's
                                sk   si   work stream and entry id under which the job waits
                                ce   "<work stream> <entry id>" of the last claim, so that a repeat is known as one
@@ -30,6 +31,8 @@ job:<id>            hash     one job (one choice). Fields:
 log:<id>            stream   the answer. Entry `<epoch>-<seq>`, field t = token id (and x = its note, note.py); the last
                              entry has f = finish reason (and e = error) at seq = number of tokens. PEXPIRE after
                              the end.
+idem:<key>          hash     a request that may be sent again under this key: id, and dg = digest of its body. Kept as
+                             long as its answer (24 h after the end, as its jobs then are)
 queued              zset     jobs waiting for a prefill; score = server ms of the last check
 leases              zset     jobs that a worker owns; score = server ms at which the lease ends
 preempted           zset     jobs that wait for a requeue; score = server ms of the preempt

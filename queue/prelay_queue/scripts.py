@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import orjson
 
-from .errors import QueueBusy
+from .errors import QueueBusy, SentBefore
 from .events import LogView
 from .job import PROTOCOL_VERSION, Claim, JobSpec
 from .keys import Keys
@@ -86,6 +86,8 @@ class NewJob:
     ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # one for each of `ids`, or none (note.py)
     form: str = ""  # how the answer is shown; kept as long as the answer, and read by no worker
+    key: str = ""  # under which the client may send the request again; '' for none
+    digest: str = ""  # of what it sent under that key
 
     @property
     def left_ms(self) -> int:
@@ -103,6 +105,8 @@ class NewJob:
             "ttl": self.left_ms,
             "at": self.attachment,
             "vw": self.form,
+            "ik": self.key,
+            "dg": self.digest,
             "ep": self.epoch,
             "ids": list(self.ids),
             "notes": list(self.notes),
@@ -179,6 +183,8 @@ def _submitted(raw: Any) -> tuple[str, ...]:
     if answers and text(answers[0]) == "busy":
         _, cls, kind, waiting, asked, limit, retry_ms = answers
         raise QueueBusy(text(cls), text(kind), int(waiting), int(asked), int(limit), int(retry_ms))
+    if answers and text(answers[0]) in ("kept", "other"):
+        raise SentBefore(text(answers[1]), same=text(answers[0]) == "kept")
     return _texts(answers)
 
 
@@ -235,7 +241,7 @@ class Scripts:
 
     def submit(self, jobs: Sequence[NewJob]) -> Call[tuple[str, ...]]:
         """new | exists per job of one request, which is of one class. All or none: raises QueueBusy when too much waits
-        already, and QueueFull when Redis is over its memory limit."""
+        already, QueueFull when Redis is over its memory limit, SentBefore for a key that another request has."""
         payload = orjson.dumps([job.as_dict() for job in jobs])
         cls = jobs[0].spec.priority if jobs else ""
         limits = self._max_jobs.get(cls, 0), self._max_tokens.get(cls, 0)

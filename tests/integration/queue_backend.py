@@ -34,6 +34,7 @@ class Picture:
     groups: dict[str, tuple[dict[str, str], set[str]]] = field(default_factory=dict)  # {entry: consumer}, consumers
     beats: dict[str, str] = field(default_factory=dict)
     domains: set[str] = field(default_factory=set)
+    keyed: dict[str, dict[str, str]] = field(default_factory=dict)  # by the client's key
     waiting: dict[str, str] = field(default_factory=dict)
     drain: dict[str, float] = field(default_factory=dict, compare=False)  # of the moment
     left_ms: dict[str, int] = field(default_factory=dict, compare=False)  # of keys that expire
@@ -41,7 +42,7 @@ class Picture:
     def names(self) -> set[str]:
         """The ends of all keys."""
         names = [f"job:{job}" for job in self.jobs] + [f"log:{job}" for job in self.logs]
-        names += [f"worker:{worker}" for worker in self.beats]
+        names += [f"worker:{worker}" for worker in self.beats] + [f"idem:{key}" for key in self.keyed]
         alone = {"domains": self.domains, "waiting": self.waiting, "drain": self.drain}
         return {*names, *self.scores, *self.streams, *(name for name, what in alone.items() if what)}
 
@@ -135,7 +136,7 @@ class ServerBackend:
 
     def _read(self, pipe: Any, key: str) -> None:
         match key.removeprefix(self.keys.prefix).partition(":")[0]:
-            case "job" | "waiting" | "drain":
+            case "job" | "idem" | "waiting" | "drain":
                 pipe.hgetall(key)
             case "worker":
                 pipe.get(key)
@@ -155,6 +156,8 @@ class ServerBackend:
                 picture.logs[tail] = _entries(what)
             case "log":
                 pass
+            case "idem":
+                picture.keyed[tail] = _texts(what)
             case "worker":
                 picture.beats[tail] = text(what)
             case "domains":
@@ -253,6 +256,7 @@ class DoubleBackend:
         expiry |= {f"log:{job.id}": job.expires_ms for job in data.jobs.values()}
         expiry |= {tail[key]: stream.expires_ms for key, stream in data.streams.items()}
         expiry |= {"drain": data.drain.at_ms + DRAIN_KEPT_MS} if data.drain else {}
+        expiry |= {f"idem:{key}": expires_ms for key, (_, _, expires_ms) in data.keyed.items()}
         expiry |= {f"worker:{worker}": expires_ms for worker, (_, expires_ms) in data.beats.items()}
         picture = Picture(
             jobs={job.id: job.fields() for job in data.jobs.values()},
@@ -266,6 +270,7 @@ class DoubleBackend:
             },
             beats={worker: said for worker, (said, _) in data.beats.items()},
             domains=set(data.domains),
+            keyed={key: {"id": request, "dg": digest} for key, (request, digest, _) in data.keyed.items()},
             waiting=_waiting(data),
             drain=_drain(data.drain),
         )

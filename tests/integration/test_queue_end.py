@@ -194,7 +194,7 @@ def test_after_the_end_both_keys_go_by_themselves_and_nothing_else_names_the_job
         assert 0 < desk.left_ms(key) <= RETENTION_MS
     desk.backend.forget(JOB)
     left = desk.look()
-    assert all(key.startswith("work:") or key in ("domains", "apis") for key in left.names())
+    assert all(key.startswith("work:") or key in ("domains", "apis", "drain") for key in left.names())
     assert desk.waiting() == {}
     assert all(pending == {} for pending, _ in left.groups.values())
 

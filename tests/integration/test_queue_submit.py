@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from prelay_queue.client import AsyncQueue
-from prelay_queue.errors import QueueFull
+from prelay_queue.errors import QueueFull, SentBefore
 from prelay_queue.events import EndedEvent
 from prelay_queue.job import JobSpec, Priority
-from prelay_queue.scripts import Claimed
+from prelay_queue.scripts import Claimed, NewJob
 from prelay_queue.state import State
 from tests.bed.servers import Server
 from tests.integration.queue_desk import API, D1, D2, DOMAIN, JOB, LEASE_MS, P1, P2, Desk, ServerDesk, new_job
@@ -267,3 +268,50 @@ def test_specs_with_large_seeds_survive_lua(desk: Desk) -> None:
     claim = desk.claim(P1).claim
     assert claim is not None
     assert claim.spec == spec
+
+
+def keyed(request: str, digest: str = "d", count: int = 2, **extra: Any) -> list[NewJob]:
+    """The jobs of a request that its client may send again under the key "k"."""
+    return [new_job(f"{request}/{index}", choices=count, key="k", digest=digest, **extra) for index in range(count)]
+
+
+def sent_before(desk: Desk, jobs: list[NewJob]) -> SentBefore:
+    with pytest.raises(SentBefore) as caught:
+        desk.submit(*jobs)
+    return caught.value
+
+
+def test_a_request_that_is_sent_again_under_its_key_is_the_one_before(desk: Desk) -> None:
+    assert desk.submit(*keyed("a")) == ("new", "new")
+    assert desk.submit(*keyed("a")) == ("exists", "exists")  # the same submit once more
+    found = sent_before(desk, keyed("b"))
+    assert (found.request_id, found.same) == ("a", True)
+    assert set(desk.look().jobs) == {"a/0", "a/1"}
+
+
+def test_another_body_under_the_same_key_is_refused(desk: Desk) -> None:
+    desk.submit(*keyed("a"))
+    found = sent_before(desk, keyed("b", digest="e"))
+    assert (found.request_id, found.same) == ("a", False)
+
+
+def test_a_request_that_failed_may_be_sent_again(desk: Desk) -> None:
+    desk.submit(*keyed("a"))
+    assert desk.run(desk.scripts.cancel("a/1", "")) == "ended"
+    assert desk.submit(*keyed("b")) == ("new", "new")
+    assert sent_before(desk, keyed("c")).request_id == "b"
+
+
+def test_an_answer_that_is_whole_is_kept_a_day_under_its_key(desk: Desk) -> None:
+    desk.submit(*keyed("a", count=1, epoch=2, ids=tuple(range(16))))  # complete: only its end was lost
+    assert desk.view("a/0").state == State.DONE
+    assert sent_before(desk, keyed("b", count=1)).request_id == "a"
+    found = desk.run(desk.scripts.attach("a/0", "api#1"))
+    assert found is not None
+    assert 86_300_000 < found.forgotten_ms <= 86_400_000
+
+
+def test_what_redis_lost_comes_back_without_taking_a_key_from_another(desk: Desk) -> None:
+    desk.submit(*keyed("b", count=1))
+    assert desk.submit(*keyed("a", count=1, epoch=2)) == ("new",)
+    assert sent_before(desk, keyed("c", count=1)).request_id == "b"

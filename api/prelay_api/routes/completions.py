@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from prelay_queue.errors import SentBefore
 from prelay_text.parameters import Route
 from prelay_text.request import ChatRequest, CompletionRequest
 from prelay_text.schema import request_schema
@@ -16,6 +17,7 @@ from prelay_text.validate import chat_request, completion_request
 from ..answer import collect
 from ..body import read_json
 from ..deadline import with_deadline
+from ..idempotency import another_body, sent_under
 from ..outcome import CLOSING, Failure
 from ..replies import failed, json_reply
 from ..service import Service, service_of
@@ -41,6 +43,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     },
     400: {"description": "A parameter is wrong: the message names it, its limit and its value."},
     404: {"description": "The model is not served here."},
+    422: {"description": "The Idempotency-Key was sent before with another body."},
     413: {"description": "The body is too large."},
     429: {"description": "As much of this class waits as may wait; Retry-After says when there should be room."},
     503: {"description": "The queue is full or does not answer; Retry-After says when to try again."},
@@ -79,10 +82,28 @@ async def _serve(request: Request, read: Callable[[object], CompletionRequest | 
         return failed(CLOSING)
     body, size = await read_json(request, service.config.max_body_bytes)
     wanted = with_deadline(read(body), request.headers)
-    session = await service.open(wanted, long=size > LONG_BODY)
+    sent = sent_under(request, body)
+    session = await service.open(wanted, sent, long=size > LONG_BODY)
     try:
         await session.submit()
         return await _answer(service, session, request, stream=wanted.stream)
+    except SentBefore as before:
+        session.close()
+        return await _answer_again(service, before, request, stream=wanted.stream)
+    except BaseException:
+        session.close()
+        raise
+
+
+async def _answer_again(service: Service, before: SentBefore, request: Request, *, stream: bool) -> Response:
+    """Join the request that was sent before under the same key, or give its stored answer."""
+    if not before.same:
+        return failed(another_body(before.request_id))
+    session = await service.resume(before.request_id, None)
+    if isinstance(session, Failure):  # it was forgotten just now
+        return failed(session)
+    try:
+        return await _answer(service, session, request, stream=stream)
     except BaseException:
         session.close()
         raise

@@ -1,6 +1,7 @@
 -- Shared by every script. KEYS[1] is the partition's prefix; all keys below share its hash tag.
 local P = KEYS[1]
 local RETENTION_MS = 300000
+local KEYED_RETENTION_MS = 86400000
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -187,8 +188,12 @@ local function conclude(id, from, ep, reason, err)
   redis.call('HSET', jobkey(id), 'fin', reason, 'err', err, 'end', now_ms())
   redis.call('HDEL', jobkey(id), 'spec')
   redis.call('XADD', logkey(id), ep .. '-' .. nx, 'f', reason, 'e', err)
-  redis.call('PEXPIRE', jobkey(id), RETENTION_MS)
-  redis.call('PEXPIRE', logkey(id), RETENTION_MS)
+  local key = field(id, 'ik')
+  local keyed = key and key ~= ''
+  local kept_ms = keyed and KEYED_RETENTION_MS or RETENTION_MS
+  redis.call('PEXPIRE', jobkey(id), kept_ms)
+  redis.call('PEXPIRE', logkey(id), kept_ms)
+  if keyed then redis.call('PEXPIRE', P .. 'idem:' .. key, KEYED_RETENTION_MS) end
   tell(id, { 'e', id, ep, nx, reason, err })
 end
 

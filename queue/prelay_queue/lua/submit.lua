@@ -1,10 +1,13 @@
--- submit(jobs, protocol, max_jobs, max_tokens): [{id, spec, cls, pt, mt, n, ttl, at, vw, ep, ids, notes}] of one request,
+-- submit(jobs, protocol, max_jobs, max_tokens): [{id, spec, cls, pt, mt, n, ttl, at, vw, ik, dg, ep, ids, notes}] of one request,
 -- all or (refused, or on OOM) none. Refused is what would make more jobs, or prompt tokens, of its class wait than the
 -- limits say (0: any number), unless nothing waits. Never what was accepted before: a repeat, or a job that Redis lost.
--- Answers new | exists per job; or {busy, class, jobs|tokens, waiting, asked for, limit, retry_ms}.
+-- Answers new | exists per job; or {busy, class, jobs|tokens, waiting, asked for, limit, retry_ms}; or, for a request
+-- with a key (`ik`) that another request has and that did not fail, {kept, its id}, or {other, its id} if that was
+-- another body (`dg`).
 -- `ep` and `ids` above 1/empty rebuild a job that Redis lost; one that has all its tokens already ends instead of
 -- running. No allow-oom here: a full Redis refuses new work and drains the old.
 local UNKNOWN_MS, MOST_MS, LEAST_BUSY_MS, HERD = 2000, 600000, 1000, 10
+local KEYED_RUN_MS = 604800000  -- longer than any answer takes
 local jobs, max_jobs, max_tokens = cjson.decode(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4])
 
 local function waiting(cls)
@@ -47,12 +50,34 @@ local function refused(cls, count, tokens)
   return { 'busy', cls, kind, stand, asked, limit, after_ms }
 end
 
+-- A request that its client sends again is the one that it sent before, unless that failed or is forgotten.
+local first = jobs[1] or { ik = '', ep = 1 }
+local idem = P .. 'idem:' .. first.ik
+local function sent_before()
+  if first.ik == '' or first.ep > 1 then return nil end
+  local known, request = redis.call('HMGET', idem, 'id', 'dg'), string.match(first.id, '^(.*)/')
+  if not known[1] or known[1] == request then return nil end
+  if known[2] ~= first.dg then return { 'other', known[1] } end
+  for index = 0, number(known[1] .. '/0', 'n') - 1 do
+    local v = redis.call('HMGET', jobkey(known[1] .. '/' .. index), 'st', 'fin')
+    if not v[1] or (v[1] == 'done' and v[2] ~= 'stop' and v[2] ~= 'length') then return nil end
+  end
+  return redis.call('EXISTS', jobkey(known[1] .. '/0')) == 1 and { 'kept', known[1] } or nil
+end
+local before = sent_before()
+if before then return before end
+
 local count, tokens = 0, 0
 for _, job in ipairs(jobs) do
   if job.ep == 1 and redis.call('EXISTS', jobkey(job.id)) == 0 then count, tokens = count + 1, tokens + job.pt end
 end
 local no = count > 0 and refused(jobs[1].cls, count, tokens)
 if no then return no end
+
+if first.ik ~= '' and (first.ep == 1 or redis.call('EXISTS', idem) == 0) then
+  redis.call('HSET', idem, 'id', string.match(first.id, '^(.*)/'), 'dg', first.dg)
+  redis.call('PEXPIRE', idem, KEYED_RUN_MS)
+end
 
 local answers = {}
 for _, job in ipairs(jobs) do
@@ -66,7 +91,7 @@ for _, job in ipairs(jobs) do
     local dl = job.ttl > 0 and now + job.ttl or 0
     redis.call('HSET', jobkey(job.id), 'v', ARGV[2], 'ep', job.ep, 'ow', '', 'nx', #job.ids,
       'spec', job.spec, 'pt', job.pt, 'mt', job.mt, 'n', job.n, 'cls', job.cls, 'sub', now, 'dl', dl,
-      'at', job.at, 'vw', job.vw, 'pe', 0, 'cr', 0, 'ca', 0, 'rs:' .. job.ep, #job.ids)
+      'at', job.at, 'vw', job.vw, 'ik', job.ik, 'pe', 0, 'cr', 0, 'ca', 0, 'rs:' .. job.ep, #job.ids)
     for i, token in ipairs(job.ids) do
       write_token(job.id, job.ep, i - 1, token, job.notes[i])
     end

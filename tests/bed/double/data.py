@@ -28,6 +28,7 @@ class Job:
     deadline_ms: int  # 0 is none
     attachments: list[str]
     form: str
+    key: str
     log: list[tuple[int, int, str]]  # (epoch that wrote it, token, note); its place is the token's seq
     state: State = State.QUEUED
     owner: str = ""
@@ -75,7 +76,8 @@ class Job:
             "v": self.version, "st": self.state, "ep": self.epoch, "ow": self.owner, "nx": len(self.log),
             "spec": self.spec, "pt": self.prompt_tokens, "mt": self.max_tokens, "n": self.choices, "cls": self.cls,
             "sub": self.submitted_ms, "dl": self.deadline_ms, "at": " ".join(self.attachments), "vw": self.form,
-            "sk": stream, "si": entry, "ce": self.claimed or None, "kv": self.kv, "kvo": exporter, "kve": exported,
+            "ik": self.key, "sk": stream, "si": entry, "ce": self.claimed or None,
+            "kv": self.kv, "kvo": exporter, "kve": exported,
             "wp": self.unwanted, "pe": self.preemptions, "why": self.why, "hf": self.failed_handovers or None,
             "cr": self.crashes, "ca": self.crashes_alone, "cs": self.crashed_at,
             "fin": self.reason, "err": self.error, "end": self.ended_ms,
@@ -172,6 +174,7 @@ class Partition:
     beats: dict[str, tuple[str, int]] = field(default_factory=dict)  # worker -> (JSON, when it expires)
     domains: set[str] = field(default_factory=set)
     drain: Drain | None = None
+    keyed: dict[str, tuple[str, str, int]] = field(default_factory=dict)  # key -> (request, digest, when it expires)
 
     def index(self, name: str) -> dict[str, int]:
         return self.indexes.setdefault(name, {})
@@ -194,6 +197,8 @@ class Partition:
 
         for job in [each.id for each in self.jobs.values() if over(each.expires_ms)]:
             del self.jobs[job]
+        for key in [key for key, (_, _, expires_ms) in self.keyed.items() if over(expires_ms)]:
+            del self.keyed[key]
         for key in [key for key, stream in self.streams.items() if over(stream.expires_ms)]:
             del self.streams[key]
         for worker in [worker for worker, (_, expires_ms) in self.beats.items() if over(expires_ms)]:

@@ -16,6 +16,7 @@ from prelay_queue.state import SWEPT_IN, TRANSITIONS, Event, State
 from .data import Drain, Job, Partition, Stream
 
 RETENTION_MS = 300_000
+KEYED_RETENTION_MS = 86_400_000
 #: Crashes of a job in company after which it runs alone …
 SUSPECT_CRASHES = 2
 #: … until it is this many tokens past the last crash.
@@ -147,7 +148,10 @@ class Rules:
         self.enter(job, State.DONE)
         self.data.index("deadlines").pop(job.id, None)
         job.reason, job.error, job.ended_ms, job.spec = reason, error, self.now_ms, None
-        job.expires_ms = self.now_ms + RETENTION_MS
+        job.expires_ms = self.now_ms + (KEYED_RETENTION_MS if job.key else RETENTION_MS)
+        if job.key in self.data.keyed:
+            request, digest, _ = self.data.keyed[job.key]
+            self.data.keyed[job.key] = request, digest, self.now_ms + KEYED_RETENTION_MS
         self.tell(job, "e", job.epoch, len(job.log), reason, error)
 
     def restart(self, job: Job, resume: int) -> None:

@@ -14,6 +14,9 @@ from prelay_queue.state import SWEPT_IN, TRANSITIONS, Event, State
 from .data import INDEXES, Job, Stream
 from .rules import DEAD_LETTERS, LIVE_ENTRIES, MAX_CRASHES, Rules
 
+#: A key outlives any answer by this.
+KEYED_RUN_MS = 604_800_000
+
 
 def stage_of(key: str) -> str:
     """The stage of a work stream: prefill or decode:<domain>."""
@@ -22,6 +25,10 @@ def stage_of(key: str) -> str:
 
 def domain_of(key: str) -> str:
     return stage_of(key).partition(":")[2]
+
+
+def request_of(job: str) -> str:
+    return job.rpartition("/")[0]
 
 
 def _noted(epoch: int, ids: Sequence[int], notes: Sequence[str]) -> list[tuple[int, int, str]]:
@@ -41,10 +48,29 @@ class Execution(Rules):
 
     def submit(self, jobs: str, version: int, max_jobs: int, max_tokens: int) -> Sequence[Any]:
         wanted = orjson.loads(jobs)
+        if before := self._sent_before(wanted):
+            return before
         fresh = [new["pt"] for new in wanted if new["id"] not in self.data.jobs and new["ep"] == 1]
         if fresh and (no := self.busy(wanted[0]["cls"], len(fresh), sum(fresh), max_jobs, max_tokens)):
             return no
+        if wanted and (key := wanted[0]["ik"]) and (wanted[0]["ep"] == 1 or key not in self.data.keyed):
+            self.data.keyed[key] = request_of(wanted[0]["id"]), wanted[0]["dg"], self.now_ms + KEYED_RUN_MS
         return [self._submit(new, version) for new in wanted]
+
+    def _sent_before(self, wanted: list[dict[str, Any]]) -> Sequence[str] | None:
+        """The request that has the key already, unless that failed or is forgotten."""
+        if not wanted or not wanted[0]["ik"] or wanted[0]["ep"] > 1 or wanted[0]["ik"] not in self.data.keyed:
+            return None
+        request, digest, _ = self.data.keyed[wanted[0]["ik"]]
+        if request == request_of(wanted[0]["id"]):
+            return None
+        if digest != wanted[0]["dg"]:
+            return "other", request
+        first = self.data.jobs.get(f"{request}/0")
+        jobs = [self.data.jobs.get(f"{request}/{index}") for index in range(first.choices if first else 0)]
+        if not jobs or any(job is None or job.reason not in (None, "stop", "length") for job in jobs):
+            return None
+        return "kept", request
 
     def _submit(self, new: dict[str, Any], version: int) -> str:
         if new["id"] in self.data.jobs:
@@ -52,7 +78,8 @@ class Execution(Rules):
         job = Job(
             id=new["id"], version=version, epoch=new["ep"], cls=new["cls"], spec=new["spec"],
             prompt_tokens=new["pt"], max_tokens=new["mt"], choices=new["n"], submitted_ms=self.now_ms,
-            deadline_ms=self.now_ms + new["ttl"] if new["ttl"] else 0, attachments=new["at"].split(), form=new["vw"],
+            deadline_ms=self.now_ms + new["ttl"] if new["ttl"] else 0, attachments=new["at"].split(),
+            form=new["vw"], key=new["ik"],
             log=_noted(new["ep"], new["ids"], new["notes"]), resumes={new["ep"]: len(new["ids"])},
         )  # fmt: skip
         self.enter(job, State.QUEUED, self.now_ms)
