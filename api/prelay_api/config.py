@@ -19,6 +19,8 @@ class ApiConfig:
     port: int = 8000
     keep: str = "delivered"
     shutdown_grace_s: int = 10
+    #: Other API processes of this user may listen on the same port.
+    share_port: bool = False
     #: How long open requests go on after a signal to stop before they are told, seconds.
     drain_s: float = 0.0
     max_body_bytes: int = 8 * 1024 * 1024

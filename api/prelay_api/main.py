@@ -27,7 +27,7 @@ def run(config: ApiConfig) -> int:
     try:
         _check(config)
         service = Service(config, Tokenizer.load(config.model))
-        listener = bind(config.host, config.port)
+        listener = bind(config.host, config.port, share=config.share_port)
     except (StartupError, TextError) as error:
         print(f"prelay api: {error}", file=sys.stderr)
         return 1

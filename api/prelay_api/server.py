@@ -26,8 +26,11 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 75
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bind and return the socket; port 0 takes any. Raise StartupError, one line, when that cannot be."""
+def bind(host: str, port: int, *, share: bool = False) -> socket.socket:
+    """Bind and return the socket; port 0 takes any. Raise StartupError, one line, when that cannot be.
+
+    `share` with other processes that do: the system deals new connections out among them.
+    """
     if not 0 <= port <= 65535:
         raise StartupError(f"port {port} is not from 0 to 65535")
     try:
@@ -38,6 +41,8 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -65,6 +65,10 @@ class Plan:
         roles = [("prefill", prefill), ("decode", decode), ("unified", unified)]
         return [(f"{role}-{number}", role) for role, count in roles for number in range(count)]
 
+    def apis(self) -> list[str]:
+        """Return the name of each API process."""
+        return ["api"] if self.settings.api == 1 else [f"api-{number}" for number in range(self.settings.api)]
+
     def environment(self, threads: int) -> dict[str, str]:
         """Return a child's environment: ours, without the settings we read, with those we decided, and no API key."""
         read = {option.variable for option in OPTIONS.values()} | {"PRELAY_CONFIG"}
@@ -81,13 +85,14 @@ class Plan:
         given = {name: value for name, value in self.settings.environment().items() if name not in _KEYS}
         return inherited | given | decided | thread_variables(threads)
 
-    def _keys(self) -> dict[str, str]:
-        """Return what only the API process needs: workers ask nobody for a key."""
-        return {name: value for name, value in self.settings.environment().items() if name in _KEYS}
+    def _of_api(self) -> dict[str, str]:
+        """Return what only API processes need: workers ask nobody for a key."""
+        keys = {name: value for name, value in self.settings.environment().items() if name in _KEYS}
+        return keys | ({"PRELAY_SHARE_PORT": "true"} if self.settings.api > 1 else {})
 
     def child(self, name: str, role: str, stop_s: float, threads: int) -> ChildSpec:
         command = (*PRELAY, role)
-        environment = self.environment(threads) | (self._keys() if role == "api" else {})
+        environment = self.environment(threads) | (self._of_api() if role == "api" else {})
         before = _sweep_first if role == "prefill" else None
         after = None if role == "api" else self._disown
         return ChildSpec(name, command, environment, stop_s, before_start=before, after_death=after)
@@ -166,7 +171,8 @@ class Fleet:
         await self._start_server()
         self.report.step(f"model {self.plan.name} ({self.plan.folder})")
         api_stop_s = settings.drain_s + settings.shutdown_grace_s + API_STOP_EXTRA_S
-        supervisor.keep(self.plan.child("api", "api", api_stop_s, threads=1))
+        for name in self.plan.apis():
+            supervisor.keep(self.plan.child(name, "api", api_stop_s, threads=1))
         for name, role in self.plan.workers():
             spec = self.plan.child(name, role, WORKER_STOP_S, self.plan.sizes.threads)
             supervisor.keep(spec if self._nursery is None else self._nursery.nursed(spec))
@@ -236,7 +242,7 @@ class Fleet:
         supervisor = self._supervisor
         if supervisor.keepers:
             self.report.say("stopping: the API, then the workers, then the server")
-        await supervisor.stop(["api"])
+        await supervisor.stop(self.plan.apis())
         await supervisor.stop([name for name, _ in self.plan.workers()])
         await supervisor.stop(["nursery"])
         if self._nursery is not None:

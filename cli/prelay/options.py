@@ -107,6 +107,7 @@ OPTIONS: dict[str, Option] = {
             "threads", "N", "Threads of each worker.", "an equal share of the cores among this command's workers",
             _WORKERS,
         ),
+        Option("api", "N", "Number of API processes on the one port.", "1", _API),
         Option("host", "ADDRESS", "Address to listen on.", "127.0.0.1", _API),
         Option("port", "PORT", "Port to listen on.", "8000", _API),
         Option(
@@ -139,6 +140,10 @@ OPTIONS: dict[str, Option] = {
             "drain_s", "SECONDS", "How long the API, when it is told to stop, lets open requests go on before it tells"
             " them to try again; a second signal tells them at once.", "5", _API,
         ),
+        Option(
+            "share_port", "", "Let other API processes of this user listen on the same port: the system deals"
+            " connections out among them.", panel=_API, is_switch=True,
+        ),
         Option("log_level", "LEVEL", "debug, info, warning or error.", "info"),
         Option("null_model", "", "A fake model: hashes for tokens.", panel="Tests", is_switch=True, hidden=True),
         Option("null_divergent", "", "The epoch goes into the hash.", panel="Tests", is_switch=True, hidden=True),
@@ -157,6 +162,7 @@ _COMMON = ("redis_url", "model", "log_level")
 API = (
     *_COMMON, "served_model_name", "host", "port", "api_key", "api_key_file", "body_timeout_s", "max_queued_jobs",
     "max_queued_tokens", "keep", "shutdown_grace_s", "drain_s",
+    "share_port",
 )  # fmt: skip
 PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
 DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", *_RUN)

@@ -43,6 +43,7 @@ def run_api(settings: Settings) -> int:
             keep=settings.keep,
             shutdown_grace_s=settings.shutdown_grace_s,
             drain_s=settings.drain_s,
+            share_port=settings.share_port,
             body_timeout_s=settings.body_timeout_s,
             api_keys=keys,
         )

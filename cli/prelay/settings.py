@@ -107,6 +107,7 @@ class Settings(BaseSettings):
     max_preemptions: Annotated[int, Field(ge=0, le=1000)] = 3
     patience_s: Annotated[float, Field(gt=0, le=86_400)] = 30
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    api: Annotated[int, Field(ge=1, le=64)] = 1
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     api_key: Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_read_keys)] = ()
@@ -116,6 +117,7 @@ class Settings(BaseSettings):
     max_queued_tokens: Annotated[str, BeforeValidator(partial(_per_class, QUEUED_TOKENS))] = written(QUEUED_TOKENS)
     keep: Literal["delivered", "emitted"] = "delivered"
     shutdown_grace_s: Annotated[int, Field(ge=0, le=3600)] = 10
+    share_port: bool = False
     drain_s: Annotated[float, Field(ge=0, le=86_400)] = 5
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     null_model: bool = False

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import redis
 
+from prelay import client as prelay_client
 from tests.bed.chain import Listener, check_chain, check_stream
 from tests.bed.servers import Server
 from tests.bed.tokenizer import ids_of, words
@@ -300,3 +301,20 @@ def test_output_that_nobody_reads_any_more_disturbs_nothing(null_folder: Path, t
         until(lambda: found.is_ready(), "ready again", 60)
         assert found.stop(signal.SIGHUP) == 0
         assert found.leftovers() == []
+
+
+def test_two_api_processes_share_the_port_and_a_stream_outlives_each_of_them(null_folder: Path, tmp_path: Path) -> None:
+    with ended(start(null_folder, tmp_path / "state", "--api", "2", "--null-step-ms", "25")) as serve:
+        serve.until_ready()
+        apis = [child for child in psutil.Process(serve.process.pid).children() if "api" in child.cmdline()[-1:]]
+        assert len(apis) == 2
+        body = {"model": "null", "prompt": words(PROMPT), "max_tokens": 200}
+        found = []
+        for chunk in prelay_client.stream("/v1/completions", body, url=serve.url):
+            found.extend(ids_of(chunk["choices"][0]["text"]))
+            if len(found) in (20, 100):
+                apis.pop().kill()
+                serve.wait_for(r"api-\d │ ended with signal SIGKILL", times=2 - len(apis))
+        check_chain(PROMPT, found)
+        assert len(found) == 200
+        assert serve.stop(signal.SIGINT) == 0
