@@ -19,6 +19,7 @@ job:<id>            hash     one job (one choice). Fields:
                                vw   how the answer is shown (prelay_text/form.py), '' for a job of nobody's
                                sk   si   work stream and entry id under which the job waits
                                ce   "<work stream> <entry id>" of the last claim, so that a repeat is known as one
+                               cl   first claim, server ms
                                kv   hand-over reference (opaque JSON) while STAGED or ADOPTING
                                kvo  incarnation that holds the exported KV; kve its epoch
                                wp   epoch that an operator wants preempted
@@ -39,9 +40,10 @@ preempted           zset     jobs that wait for a requeue; score = server ms of 
 deadlines           zset     jobs that have a deadline and are not over; score = their `dl`
 waiting             hash     the jobs of `queued`, counted: `<id>` = "<class> <prompt tokens>", and the sums of these,
                              `#jobs:<class>` and `#tokens:<class>`. One hash: it is lost as a whole or not at all
-drain               hash     how fast the queue drains while something waits, as decayed sums (30 s): busy = ms, jobs
-                             and tokens = of prompts that ended; at = server ms of the last look; due:<class> = server
-                             ms that was promised last to one who was refused. PEXPIRE 1 h
+drain               hash     how fast the queue drains: since = server ms at which it was empty last; of the jobs that
+                             ended while it was not, decayed sums: jobs = how many, ms = from claim to end, tokens =
+                             of prompts, slots = jobs that ran; last = when one ended; due:<class> = server ms that was
+                             promised last to one who was refused. PEXPIRE 1 h
 work:prefill:<cls>:<r|n>             stream, group `g`: r = restarted, n = new. Fields id, tok (tokens to compute),
 work:decode:<domain>:<cls>:<r|n>       al (1: run alone). Deleted at claim, so XLEN is the backlog. Never trimmed.
 domains             set      KV domains that have had a decode stream

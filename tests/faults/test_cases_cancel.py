@@ -83,7 +83,7 @@ def close_in(here: Site, url: str, phase: str, count: int, first: int) -> int:
     for worker in keepers:
         worker.send(signal.SIGSTOP)
     # Where nobody is frozen jobs go on, so they may never be in the phase all together.
-    enough = count if keepers else count // 2
+    enough = count if keepers else count // 4
     leavers = Leavers(url, count, first=first)
     until(lambda: running(here)[phase] >= enough, 30, every_s=0.005)
     hit = running(here)[phase]

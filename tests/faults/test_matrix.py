@@ -14,6 +14,9 @@ from tests.bed.servers import Server, binary_of, running
 from tests.faults.matrix import ACTIONS, all_at_once, faults_of, run_api_case, run_worker_case
 
 plain_and_divergent = pytest.mark.parametrize("divergent", [False, True], ids=["plain", "divergent"])
+MODES = {False: "plain", True: "divergent"}
+#: Unified workers run the code of the two others: the mode that shows more is enough for them.
+ROLES_AND_MODES = [(role, mode) for role in Role for mode in MODES if mode or role is not Role.UNIFIED]
 every_action = pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
 
 
@@ -26,9 +29,8 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@plain_and_divergent
+@pytest.mark.parametrize(("role", "divergent"), ROLES_AND_MODES, ids=lambda each: MODES.get(each, each))
 @every_action
-@pytest.mark.parametrize("role", Role)
 def test_a_fault_at_every_step_of_a_worker_changes_no_answer(
     server: Server, role: Role, action: str, divergent: bool
 ) -> None:

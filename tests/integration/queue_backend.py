@@ -82,7 +82,7 @@ class Backend(Protocol):
     def set_score(self, index: str, member: str, ms: float) -> None: ...
     def set_fields(self, job: str, **fields: str | int) -> None: ...
     def set_drain(self, **fields: float) -> None:
-        """Change what was measured: at, busy, jobs, tokens."""
+        """Change what was measured: since, last, jobs, ms, tokens, slots."""
 
     def forget(self, job: str) -> None:
         """A job that is over has lived its time."""
@@ -255,7 +255,7 @@ class DoubleBackend:
         expiry = {f"job:{job.id}": job.expires_ms for job in data.jobs.values()}
         expiry |= {f"log:{job.id}": job.expires_ms for job in data.jobs.values()}
         expiry |= {tail[key]: stream.expires_ms for key, stream in data.streams.items()}
-        expiry |= {"drain": data.drain.at_ms + DRAIN_KEPT_MS} if data.drain else {}
+        expiry |= {"drain": data.drain.touched_ms + DRAIN_KEPT_MS} if data.drain else {}
         expiry |= {f"idem:{key}": expires_ms for key, (_, _, expires_ms) in data.keyed.items()}
         expiry |= {f"worker:{worker}": expires_ms for worker, (_, expires_ms) in data.beats.items()}
         picture = Picture(
@@ -315,9 +315,8 @@ class DoubleBackend:
 
     def set_drain(self, **fields: float) -> None:
         drain = self.queue.data.drain = self.queue.data.drain or Drain(0)
-        attributes = {"at": "at_ms", "busy": "busy_ms", "jobs": "jobs", "tokens": "tokens"}
         for name, value in fields.items():
-            setattr(drain, attributes[name], value)
+            setattr(drain, {"since": "since_ms", "last": "last_ms"}.get(name, name), value)
 
     def forget(self, job: str) -> None:
         assert self.queue.data.jobs[job].expires_ms is not None
@@ -356,7 +355,10 @@ def _waiting(data: Partition) -> dict[str, str]:
 def _drain(drain: Drain | None) -> dict[str, float]:
     if drain is None:
         return {}
-    found = {"at": drain.at_ms, "busy": drain.busy_ms, "jobs": drain.jobs, "tokens": drain.tokens}
+    found: dict[str, float] = {} if drain.since_ms is None else {"since": drain.since_ms}
+    if drain.last_ms is not None:
+        found |= {"last": drain.last_ms, "jobs": drain.jobs, "ms": drain.ms, "tokens": drain.tokens}
+        found |= {"slots": drain.slots}
     return found | {f"due:{cls}": ms for cls, ms in drain.due_ms.items()}
 
 

@@ -19,7 +19,7 @@ Values = TypeVarTuple("Values")
 
 #: Two readings of one server time may lie this far apart: one side acts after the other.
 CLOSE_MS = 20_000
-TIMES = ("sub", "dl", "end")
+TIMES = ("sub", "dl", "cl", "end")
 
 #: An entry as each side named it: stream, entry id, job id.
 Delivery = dict[Desk, tuple[str, str, str]]

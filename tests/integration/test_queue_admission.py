@@ -6,6 +6,8 @@ import threading
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueBusy
@@ -13,6 +15,7 @@ from prelay_queue.job import Priority
 from prelay_queue.scripts import NewJob, Scripts
 from prelay_queue.state import State
 from tests.bed.servers import Server
+from tests.integration.queue_backend import DoubleBackend
 from tests.integration.queue_desk import JOB, P1, Desk, ServerDesk, new_job
 
 LIMIT = {cls.value: 3 for cls in Priority}
@@ -37,9 +40,10 @@ def refusal(desk: Desk, *jobs: NewJob, max_jobs: int = 0, max_tokens: int = 0) -
     return raised.value
 
 
-def backlogged(desk: Desk, *, busy: float, jobs: float, tokens: float) -> None:
-    """So much was measured while something waited."""
-    desk.backend.set_drain(at=desk.now_ms(), busy=busy, jobs=jobs, tokens=tokens)
+def drained(desk: Desk, *, took_ms: float, slots: float = 1, prompt: float = 4, quiet_ms: int = 0) -> None:
+    """Jobs with such prompts took so long, and so many ran at a time; the last ended a while ago."""
+    now = desk.now_ms() - quiet_ms
+    desk.backend.set_drain(since=now, last=now, jobs=2, ms=2 * took_ms, tokens=2 * prompt, slots=2 * slots)
 
 
 # What is counted.
@@ -198,72 +202,111 @@ def test_while_nothing_is_known_the_refused_may_come_back_soon(desk: Desk) -> No
 
 def test_while_nothing_ends_they_are_told_to_wait_as_long_as_it_lasts_already(desk: Desk) -> None:
     fill(desk, 3)
-    backlogged(desk, busy=12_000, jobs=0, tokens=0)
+    desk.backend.set_drain(since=desk.now_ms() - 12_000)
     assert refusal(desk, new_job(), max_jobs=3).retry_ms == pytest.approx(12_000, rel=0.05)
 
 
-def test_the_refused_come_back_when_as_much_has_drained_as_they_need(desk: Desk) -> None:
-    fill(desk, 10, prompt=10)
-    backlogged(desk, busy=10_000, jobs=5, tokens=50)  # a job in 2 s, a token in 200 ms
+def test_a_fleet_that_ends_nothing_any_more_is_not_taken_for_a_fast_one(desk: Desk) -> None:
+    fill(desk, 3)
+    drained(desk, took_ms=2_000, quiet_ms=30_000)
+    assert refusal(desk, new_job(), max_jobs=3).retry_ms == pytest.approx(30_000, rel=0.05)
+
+
+def test_the_refused_come_back_when_as_many_have_ended_as_they_need(desk: Desk) -> None:
+    fill(desk, 10)
+    drained(desk, took_ms=8_000, slots=4)  # one ends every two seconds
     assert refusal(desk, new_job("a/0"), max_jobs=8).retry_ms == pytest.approx(6_000, rel=0.05)  # 3 too many
+
+
+def test_more_that_run_now_than_before_are_believed(desk: Desk) -> None:
+    fill(desk, 8)
+    for _ in range(4):
+        desk.claim(P1)
+    drained(desk, took_ms=8_000, slots=1)
+    assert refusal(desk, new_job("a/0"), max_jobs=4).retry_ms == pytest.approx(2_000, rel=0.05)
 
 
 def test_tokens_that_are_too_many_are_waited_for_too(desk: Desk) -> None:
     fill(desk, 10, prompt=10)
-    backlogged(desk, busy=10_000, jobs=5, tokens=50)
+    drained(desk, took_ms=8_000, slots=4, prompt=10)  # a token every 200 ms
     assert refusal(desk, new_job("a/0", range(40)), max_tokens=100).retry_ms == pytest.approx(8_000, rel=0.05)
 
 
 def test_each_that_is_refused_is_sent_behind_those_refused_before(desk: Desk) -> None:
-    fill(desk, 10, prompt=4)
-    backlogged(desk, busy=10_000, jobs=20, tokens=80)  # a job in half a second
+    fill(desk, 10)
+    drained(desk, took_ms=20_000, slots=4)
     told = [refusal(desk, new_job(f"r{n}/0"), max_jobs=10).retry_ms for n in range(6)]
-    assert told == pytest.approx([500, 1_000, 1_500, 2_000, 2_500, 3_000], rel=0.2)
+    assert told == pytest.approx([5_000, 10_000, 15_000, 20_000, 25_000, 30_000], rel=0.1)
     assert sorted(told) == told
 
 
 def test_who_is_refused_again_and_again_does_not_push_others_out_of_sight(desk: Desk) -> None:
     fill(desk, 4)
-    backlogged(desk, busy=10_000, jobs=20, tokens=80)
+    drained(desk, took_ms=2_000, slots=4)
     told = [refusal(desk, new_job("r/0"), max_jobs=4).retry_ms for n in range(60)]
-    assert max(told) <= 10 * 4 * 500 * 1.2
+    assert max(told) <= 10 * 4 * 500
     assert max(told) > 10_000
 
 
 def test_more_urgent_classes_are_served_before(desk: Desk) -> None:
     fill(desk, 4, priority=Priority.INTERACTIVE)
     fill(desk, 4, priority=Priority.BATCH)
-    backlogged(desk, busy=10_000, jobs=10, tokens=40)
+    drained(desk, took_ms=4_000, slots=4)
     busy = refusal(desk, new_job(priority=Priority.BATCH), max_jobs=4)
     assert busy.retry_ms == pytest.approx(1_000 + 4_000, rel=0.05)
 
 
-def test_the_drain_is_measured_only_while_something_waits(desk: Desk) -> None:
-    desk.to(State.DONE)
-    assert desk.look().drain["jobs"] == 0  # nobody waited when it ended
-    fill(desk, 2)
-    desk.claim(P1)
+def test_the_end_of_a_job_is_measured_while_others_wait(desk: Desk) -> None:
+    fill(desk, 4, prompt=6)
+    for _ in range(2):
+        desk.claim(P1)
+    desk.backend.set_drain(since=desk.now_ms() - 5_000)
     desk.finish(0, owner=P1, job="normal0/0")
     drain = desk.look().drain
-    assert (drain["jobs"], drain["tokens"]) == pytest.approx((1, 4), rel=0.01)
+    assert (drain["jobs"], drain["tokens"], drain["slots"]) == (1, 6, 2)
+    assert 0 <= drain["ms"] < 30_000
 
 
-def test_the_time_in_which_something_waited_is_measured_and_older_time_counts_less(desk: Desk) -> None:
-    fill(desk, 2)
-    desk.backend.set_drain(at=desk.now_ms() - 30_000, busy=30_000, jobs=30, tokens=300)
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_the_end_of_a_job_says_nothing_where_nobody_waited_for_long(desk: Desk, waiting: int) -> None:
+    fill(desk, 1 + waiting)
     desk.claim(P1)
+    if not waiting:
+        desk.backend.set_drain(since=1)
+    desk.finish(0, owner=P1, job="normal0/0")
+    assert "jobs" not in desk.look().drain
+
+
+def test_older_ends_count_less(desk: Desk) -> None:
+    fill(desk, 2)
+    desk.claim(P1)
+    drained(desk, took_ms=1_000, slots=64, quiet_ms=9_000)
+    desk.finish(0, owner=P1, job="normal0/0")
     drain = desk.look().drain
-    assert drain["jobs"] == pytest.approx(30 / 2.71828, rel=0.02)
-    assert drain["tokens"] == pytest.approx(300 / 2.71828, rel=0.02)
-    assert drain["busy"] == pytest.approx(30_000, rel=0.02)
-
-
-def test_a_cancel_of_what_waits_is_no_drain(desk: Desk) -> None:
-    fill(desk, 3)
-    desk.cancel(job="normal0/0")
-    assert desk.look().drain["jobs"] == 0
+    assert drain["jobs"] == pytest.approx(2 * 63 / 64 + 1)
+    assert drain["slots"] == pytest.approx(2 * 64 * 63 / 64 + 1)
 
 
 def test_what_was_measured_is_forgotten_after_an_hour(server_desk: ServerDesk) -> None:
     server_desk.submit()
     assert 0 < server_desk.redis.pttl(server_desk.keys.drain) <= 3_600_000
+
+
+@given(
+    waiting=st.integers(1, 12), places=st.integers(1, 12), took_ms=st.integers(1, 100_000), slots=st.integers(1, 64),
+    quiet_ms=st.integers(0, 10**6), tries=st.integers(1, 30),
+)  # fmt: skip
+@settings(max_examples=100, deadline=None)
+def test_a_request_is_refused_exactly_when_there_is_no_place_and_never_told_less_than_it_needs(
+    waiting: int, places: int, took_ms: int, slots: int, quiet_ms: int, tries: int
+) -> None:
+    desk = Desk(DoubleBackend(), checked=False)
+    fill(desk, waiting)
+    drained(desk, took_ms=took_ms, slots=slots, quiet_ms=quiet_ms)
+    if waiting < places:
+        assert submit(desk, new_job(), max_jobs=places) == ("new",)
+        return
+    needed_ms = (waiting + 1 - places) * took_ms / slots
+    told = [refusal(desk, new_job(f"r{n}/0"), max_jobs=places).retry_ms for n in range(tries)]
+    most_ms = max(needed_ms, quiet_ms + 10_000, 10 * waiting * took_ms / slots)
+    assert all(min(needed_ms, 600_000) - 1 <= ms <= min(most_ms, 600_000) + 1 for ms in told), told

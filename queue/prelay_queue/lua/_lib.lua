@@ -17,20 +17,25 @@ local function advance(st, event) return STEPS[st .. ' ' .. event] end
 local function field(id, name) return redis.call('HGET', jobkey(id), name) end
 local function number(id, name) return tonumber(redis.call('HGET', jobkey(id), name) or '0') or 0 end
 
--- How fast the queue drains (keys.py, `drain`): decayed sums of what ended, and of the time, while something waited.
--- Called before anything changes, so that what is true now has been since the last call.
-local DRAIN_MS = 30000
-local DRAIN_KEPT_MS = 3600000
-local function measure(jobs, tokens)
-  local v, now = redis.call('HMGET', P .. 'drain', 'at', 'busy', 'jobs', 'tokens'), now_ms()
-  local busy, j, t = tonumber(v[2]) or 0, tonumber(v[3]) or 0, tonumber(v[4]) or 0
-  if redis.call('ZCARD', P .. 'queued') > 0 then
-    local kept = math.exp(-math.max(0, now - (tonumber(v[1]) or now)) / DRAIN_MS)
-    busy, j, t = busy * kept + DRAIN_MS * (1 - kept), j * kept + jobs, t * kept + tokens
-  end
-  redis.call('HSET', P .. 'drain', 'at', now, 'busy', busy, 'jobs', j, 'tokens', t)
+-- How fast the queue drains (keys.py, `drain`), for submit's forecast: what runs, by how long a job takes. Of a job that
+-- ends it is noted how long it took and how many ran beside it, once the queue has not been empty for a while: only then
+-- are all slots busy. Means of the last ends, each older one counting a little less.
+local SETTLED_MS, LATER, DRAIN_KEPT_MS = 1000, 1 - 1 / 64, 3600000
+local function running() return redis.call('ZCARD', P .. 'leases') + redis.call('ZCARD', P .. 'preempted') end
+local function waits() return redis.call('ZCARD', P .. 'queued') > 0 end
+local function note_wait()
+  if not waits() then redis.call('HSET', P .. 'drain', 'since', now_ms()) end
   redis.call('PEXPIRE', P .. 'drain', DRAIN_KEPT_MS)
-  return busy, j, t
+end
+local function note_end(id)
+  local v, now = redis.call('HMGET', P .. 'drain', 'since', 'jobs', 'ms', 'tokens', 'slots'), now_ms()
+  if not waits() then return end
+  if not v[1] then redis.call('HSET', P .. 'drain', 'since', now) end  -- it was lost
+  if now - (tonumber(v[1]) or now) < SETTLED_MS then return end
+  local function mean(n, value) return (tonumber(v[n]) or 0) * LATER + value end
+  redis.call('HSET', P .. 'drain', 'last', now, 'jobs', mean(2, 1), 'ms', mean(3, now - number(id, 'cl')),
+    'tokens', mean(4, number(id, 'pt')), 'slots', mean(5, running()))
+  redis.call('PEXPIRE', P .. 'drain', DRAIN_KEPT_MS)
 end
 
 -- What waits, by class (keys.py, `waiting`). A job's share stands beside the sums, so that exactly what was put on is
@@ -56,11 +61,12 @@ end
 
 -- Move a job between states and keep it in exactly one swept index. `from` is '' for a job that is new.
 local function enter(id, from, to, score)
-  if from == 'queued' or to == 'queued' then measure(0, 0) end
+  if to == 'queued' then note_wait() end
   if SWEPT[from] and SWEPT[from] ~= SWEPT[to] then redis.call('ZREM', P .. SWEPT[from], id) end
   if SWEPT[to] then redis.call('ZADD', P .. SWEPT[to], score, id) end
   if from == 'queued' then leave_waiting(id) end
   if to == 'queued' then join_waiting(id) end
+  if to == 'prefill' then redis.call('HSETNX', jobkey(id), 'cl', now_ms()) end
   redis.call('HSET', jobkey(id), 'st', to)
 end
 
@@ -182,7 +188,7 @@ local function conclude(id, from, ep, reason, err)
   local nx = number(id, 'nx')
   unpush(id)
   release_export(id)
-  if from ~= 'queued' then measure(1, number(id, 'pt')) end
+  if from ~= 'queued' then note_end(id) end
   enter(id, from, 'done', 0)
   redis.call('ZREM', P .. 'deadlines', id)
   redis.call('HSET', jobkey(id), 'fin', reason, 'err', err, 'end', now_ms())

@@ -6,7 +6,7 @@
 -- another body (`dg`).
 -- `ep` and `ids` above 1/empty rebuild a job that Redis lost; one that has all its tokens already ends instead of
 -- running. No allow-oom here: a full Redis refuses new work and drains the old.
-local UNKNOWN_MS, MOST_MS, LEAST_BUSY_MS, HERD = 2000, 600000, 1000, 10
+local UNKNOWN_MS, MOST_MS, HERD = 2000, 600000, 10
 local KEYED_RUN_MS = 604800000  -- longer than any answer takes
 local jobs, max_jobs, max_tokens = cjson.decode(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4])
 
@@ -17,9 +17,12 @@ end
 
 -- When a refused request would find room, if all that were refused before come back first: in ms from now.
 local function retry_ms(cls, count, tokens, jobs_waiting, tokens_waiting)
-  local now, busy, j, t = now_ms(), measure(0, 0)
-  if busy < LEAST_BUSY_MS or t == 0 then return math.max(UNKNOWN_MS, busy) end  -- nothing ended yet: as long again
-  local function ms(of_jobs, of_tokens) return math.max(of_jobs * busy / j, of_tokens * busy / t) end
+  local v = redis.call('HMGET', P .. 'drain', 'since', 'last', 'jobs', 'ms', 'tokens', 'slots', 'due:' .. cls)
+  local now, ended = now_ms(), tonumber(v[3]) or 0
+  local quiet_ms = now - math.max(tonumber(v[1]) or now, tonumber(v[2]) or 0)  -- nothing has ended for so long
+  if ended == 0 then return math.min(MOST_MS, math.max(UNKNOWN_MS, quiet_ms)) end
+  local took_ms, slots, prompt = v[4] / ended, math.max(1, running(), v[6] / ended), math.max(1, v[5] / ended)
+  local function ms(of_jobs, of_tokens) return math.max(of_jobs, of_tokens / prompt) * took_ms / slots end
   local room_ms = ms(
     max_jobs > 0 and math.max(0, jobs_waiting + count - max_jobs) or 0,
     max_tokens > 0 and math.max(0, tokens_waiting + tokens - max_tokens) or 0)
@@ -27,8 +30,8 @@ local function retry_ms(cls, count, tokens, jobs_waiting, tokens_waiting)
     if other == cls then break end
     room_ms = room_ms + ms(waiting(other))
   end
-  local promised = tonumber(redis.call('HGET', P .. 'drain', 'due:' .. cls)) or 0
-  local after_ms = math.max(room_ms, promised - now + ms(count, tokens))
+  if quiet_ms > took_ms then room_ms = math.max(room_ms, quiet_ms) end  -- as long again as already
+  local after_ms = math.max(room_ms, (tonumber(v[7]) or 0) - now + ms(count, tokens))
   -- Who does not wait is refused again and again, and must not push the others out of sight.
   after_ms = math.min(after_ms, MOST_MS, math.max(room_ms, HERD * ms(jobs_waiting, tokens_waiting)))
   redis.call('HSET', P .. 'drain', 'due:' .. cls, now + after_ms)

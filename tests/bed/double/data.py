@@ -34,6 +34,7 @@ class Job:
     owner: str = ""
     place: tuple[str, str] | None = None  # work stream and entry under which it waits
     claimed: str = ""  # "<work stream> <entry>" of the last claim
+    claimed_ms: int | None = None  # first
     kv: str | None = None
     exporter: tuple[str, int] | None = None  # who holds the exported KV, and the epoch it is of
     unwanted: int | None = None  # epoch that an operator wants preempted
@@ -76,7 +77,7 @@ class Job:
             "v": self.version, "st": self.state, "ep": self.epoch, "ow": self.owner, "nx": len(self.log),
             "spec": self.spec, "pt": self.prompt_tokens, "mt": self.max_tokens, "n": self.choices, "cls": self.cls,
             "sub": self.submitted_ms, "dl": self.deadline_ms, "at": " ".join(self.attachments), "vw": self.form,
-            "ik": self.key, "sk": stream, "si": entry, "ce": self.claimed or None,
+            "ik": self.key, "sk": stream, "si": entry, "ce": self.claimed or None, "cl": self.claimed_ms,
             "kv": self.kv, "kvo": exporter, "kve": exported,
             "wp": self.unwanted, "pe": self.preemptions, "why": self.why, "hf": self.failed_handovers or None,
             "cr": self.crashes, "ca": self.crashes_alone, "cs": self.crashed_at,
@@ -154,12 +155,15 @@ class Stream:
 
 @dataclass
 class Drain:
-    """How fast the queue drains while something waits: decayed sums of time, of jobs and prompt tokens that ended."""
+    """How fast the queue drains: decayed sums over the jobs that ended while something waited."""
 
-    at_ms: int
-    busy_ms: float = 0.0
+    touched_ms: int  # it is forgotten some time after
+    since_ms: int | None = None  # the queue was empty last
+    last_ms: int | None = None  # one ended
     jobs: float = 0.0
-    tokens: float = 0.0
+    ms: float = 0.0  # from claim to end
+    tokens: float = 0.0  # of prompts
+    slots: float = 0.0  # jobs that ran then
     due_ms: dict[str, float] = field(default_factory=dict)  # class -> what was promised last to one who was refused
 
 

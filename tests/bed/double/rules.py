@@ -23,11 +23,11 @@ SUSPECT_CRASHES = 2
 QUARANTINE = 4
 #: Crashes of both kinds after which it is given up.
 MAX_CRASHES = 8
-#: The drain is measured over so long, while something waits.
-DRAIN_MS = 30_000
+#: Ends are noted when the queue has not been empty for so long; an older one counts so much less than the next.
+SETTLED_MS, LATER = 1_000, 1 - 1 / 64
 DRAIN_KEPT_MS = 3_600_000
-#: What one who is refused is told: as long as nothing is known; at most; and when so much is known as says something.
-UNKNOWN_MS, MOST_MS, LEAST_BUSY_MS = 2_000, 600_000, 1_000
+#: What one who is refused is told while nothing is known, and at most.
+UNKNOWN_MS, MOST_MS = 2_000, 600_000
 #: Nobody is told longer than so many times what the queue of his class takes.
 HERD = 10
 LIVE_ENTRIES, CONTROL_ENTRIES, DEAD_LETTERS = 4096, 1000, 10_000
@@ -67,8 +67,10 @@ class Rules:
 
     def enter(self, job: Job, state: State, score_ms: int = 0) -> None:
         """A job that is not over is in exactly one swept index; one that is, in none."""
-        if State.QUEUED in (job.state, state):
-            self.measure()
+        if state is State.QUEUED:
+            self.note_wait()
+        if state is State.PREFILL and job.claimed_ms is None:
+            job.claimed_ms = self.now_ms
         for name in SWEPT_IN.values():
             if name != SWEPT_IN.get(state):
                 self.data.index(name).pop(job.id, None)
@@ -144,7 +146,7 @@ class Rules:
         self.unpush(job)
         self.release_export(job)
         if job.state is not State.QUEUED:
-            self.measure(1, job.prompt_tokens)
+            self.note_end(job)
         self.enter(job, State.DONE)
         self.data.index("deadlines").pop(job.id, None)
         job.reason, job.error, job.ended_ms, job.spec = reason, error, self.now_ms, None
@@ -177,16 +179,33 @@ class Rules:
 
     # --- how much may wait
 
-    def measure(self, jobs: int = 0, tokens: int = 0) -> Drain:
-        """Count the time since the last look, and what ended now, if something waited meanwhile."""
+    @property
+    def _running(self) -> int:
+        return len(self.data.index("leases")) + len(self.data.index("preempted"))
+
+    @property
+    def _drain(self) -> Drain:
         drain = self.data.drain = self.data.drain or Drain(self.now_ms)
-        if self.data.index("queued"):
-            kept = math.exp(-max(0, self.now_ms - drain.at_ms) / DRAIN_MS)
-            drain.busy_ms = drain.busy_ms * kept + DRAIN_MS * (1 - kept)
-            drain.jobs = drain.jobs * kept + jobs
-            drain.tokens = drain.tokens * kept + tokens
-        drain.at_ms = self.now_ms
         return drain
+
+    def note_wait(self) -> None:
+        """One more will wait."""
+        if not self.data.index("queued"):
+            self._drain.since_ms = self.now_ms
+        if self.data.drain:
+            self.data.drain.touched_ms = self.now_ms
+
+    def note_end(self, job: Job) -> None:
+        """A job that ran has ended."""
+        drain = self.data.drain
+        if not self.data.index("queued") or drain is None or drain.since_ms is None:
+            return
+        if self.now_ms - drain.since_ms >= SETTLED_MS:
+            drain.last_ms = drain.touched_ms = self.now_ms
+            drain.jobs = drain.jobs * LATER + 1
+            drain.ms = drain.ms * LATER + self.now_ms - (job.claimed_ms or 0)
+            drain.tokens = drain.tokens * LATER + job.prompt_tokens
+            drain.slots = drain.slots * LATER + self._running
 
     def busy(self, cls: str, jobs: int, tokens: int, max_jobs: int, max_tokens: int) -> tuple[Any, ...] | None:
         """Why a request of so many jobs and prompt tokens is refused, and for how long; None when it is not."""
@@ -201,16 +220,21 @@ class Rules:
         return None
 
     def _retry_ms(self, cls: str, asked: Sequence[int], excess: Sequence[int]) -> int:
-        drain = self.measure()
-        if drain.busy_ms < LEAST_BUSY_MS or not drain.tokens:
-            return math.ceil(max(UNKNOWN_MS, drain.busy_ms))
+        drain = self._drain
+        quiet_ms = self.now_ms - max(self.now_ms if drain.since_ms is None else drain.since_ms, drain.last_ms or 0)
+        if not drain.jobs:
+            return min(MOST_MS, max(UNKNOWN_MS, quiet_ms))
+        took_ms, prompt = drain.ms / drain.jobs, max(1, drain.tokens / drain.jobs)
+        slots = max(1, self._running, drain.slots / drain.jobs)
 
-        def takes(jobs: int, tokens: int) -> float:
-            return max(jobs * drain.busy_ms / drain.jobs, tokens * drain.busy_ms / drain.tokens)
+        def takes(jobs: float, tokens: float) -> float:
+            return max(jobs, tokens / prompt) * took_ms / slots
 
         classes = list(Priority)
         before = classes[: classes.index(Priority(cls))]
         room_ms = takes(*excess) + sum(takes(*self.data.waiting(other)) for other in before)
+        if quiet_ms > took_ms:
+            room_ms = max(room_ms, quiet_ms)
         after_ms = max(room_ms, drain.due_ms.get(cls, 0) - self.now_ms + takes(*asked))
         after_ms = min(after_ms, MOST_MS, max(room_ms, HERD * takes(*self.data.waiting(cls))))
         drain.due_ms[cls] = self.now_ms + after_ms

@@ -35,7 +35,7 @@ OPENAI: dict[Route, dict[str, Any]] = {
     Route.COMPLETION: get_type_hints(completion_create_params.CompletionCreateParamsStreaming),
     Route.CHAT: get_type_hints(chat_create_params.CompletionCreateParamsStreaming),
 }
-#: What vLLM 0.19 documents beside OpenAI's parameters, with a value that asks for something.
+#: What vLLM documents beside OpenAI's parameters, with a value that asks for something.
 VLLM_BOTH: dict[str, Any] = {
     "add_special_tokens": None,  # its default depends on the route: see below
     "allowed_token_ids": [1],
