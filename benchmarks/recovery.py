@@ -38,9 +38,10 @@ from prelay_queue.state import State
 from prelay_text.fingerprint import fingerprint
 from prelay_worker.config import NullModel, Role
 from tests.bed.chain import Listener, check_stream
+from tests.bed.ports import free_port
 from tests.bed.processes import Api, Fleet, fleet, until, until_ready
 from tests.bed.servers import Server, binary_of, running
-from tests.bed.serving import Serving, free_port, serving
+from tests.bed.serving import Serving, serving
 from tests.bed.tokenizer import make_tokenizer
 
 STEP_MS, PREFILL_MS, PROMPT, TOKENS = 10, 4, 100, 600

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,16 +18,10 @@ import redis
 
 from prelay.statedir import socket_path
 from prelay_kv.shm import sweep
+from tests.bed.ports import free_port
 
 from .pools import is_accounted, is_whole, left_in
 from .processes import until
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Serving:

@@ -21,11 +21,12 @@ from tests.bed.bound import bound
 from tests.bed.chain import check_chain
 from tests.bed.http import get
 from tests.bed.pools import is_accounted, is_whole, left_in
+from tests.bed.ports import free_port
 from tests.bed.processes import fleet, until
 from tests.bed.servers import Server
 from tests.bed.tokenizer import make_tokenizer
 from tests.faults.crowd import Crowd
-from tests.integration.serve_process import Serve, environment, free_port, is_gone
+from tests.integration.serve_process import Serve, environment, is_gone
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,11 +18,7 @@ import httpx
 import psutil
 
 from prelay.segments import segment_files
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+from tests.bed.ports import free_port
 
 
 def environment(**more: str) -> dict[str, str]:

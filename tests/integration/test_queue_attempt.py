@@ -139,7 +139,7 @@ def test_a_preempt_discards_notes_with_their_tokens_and_a_lost_job_comes_back_wi
     desk.backend.lose_everything()
     desk.make_groups("prefill")
     assert desk.submit(replace(new_job(), epoch=3, ids=view.ids, notes=view.notes)) == ("new",)
-    assert desk.run(desk.scripts.view(JOB)) == replace(view, epoch=3, resume=4)
+    assert desk.run(desk.scripts.view(JOB)) == replace(view, epoch=3, resume=4, epochs=(3,) * 4)
 
 
 def test_a_restarted_job_is_staged_before_the_new_ones(desk: Desk) -> None:

@@ -24,9 +24,10 @@ from prelay.doctor.server import cluster, scripts
 from prelay.errors import ServerError
 from prelay_queue.keys import Keys
 from tests.bed.bound import bound
+from tests.bed.ports import free_port
 from tests.bed.servers import Server, make_server
 from tests.bed.tokenizer import words
-from tests.integration.serve_process import Serve, environment, free_port, until
+from tests.integration.serve_process import Serve, environment, until
 
 
 def run(*arguments: str, **variables: str) -> tuple[int, str]:

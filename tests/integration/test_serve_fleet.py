@@ -20,9 +20,10 @@ import redis
 
 from prelay import client as prelay_client
 from tests.bed.chain import Listener, check_chain, check_stream
+from tests.bed.ports import free_port
 from tests.bed.servers import Server
 from tests.bed.tokenizer import ids_of, words
-from tests.integration.serve_process import Serve, environment, free_port, is_gone, until
+from tests.integration.serve_process import Serve, environment, is_gone, until
 
 PROMPT = (1, 2, 3)
 

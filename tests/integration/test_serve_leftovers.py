@@ -20,8 +20,8 @@ from prelay_queue.keys import GROUP
 from prelay_queue.scripts import NewJob
 from prelay_queue.settings import QueueTimes
 from prelay_queue.sweep import sweep
+from tests.bed.ports import free_port
 from tests.bed.servers import Server
-from tests.integration.serve_process import free_port
 from tests.integration.test_serve_doctor import rows
 
 CHECKS = {check.name: check.judge for check in checks.checks}

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.serve_process import environment, free_port
+from tests.bed.ports import free_port
+from tests.integration.serve_process import environment
 
 
 @pytest.fixture

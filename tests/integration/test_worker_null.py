@@ -253,6 +253,7 @@ def test_a_job_past_its_deadline_ends_while_no_worker_can_take_it(fleet: NullFle
     fleet.until_ready()
     (client,) = fleet.submit(1)
     fleet.redis.hset(fleet.keys.job(client.id), "dl", 1)
+    fleet.redis.zadd(fleet.keys.deadlines, {client.id: 1})
     fleet.until_done()
     fleet.check_answer(client, FinishReason.DEADLINE)
     fleet.check_nothing_left()
