@@ -83,21 +83,32 @@ async def resume(links: Links, request_id: str, cursor: str | None) -> Session |
     found = await _attach(links, request_id, attachment)
     if found is None:
         return unknown(request_id)
+    outcome: Session | Failure | None = None
     try:
-        work = [_work(attached, attachment) for attached in found]
-        views = [await read_log(links.hub.queue, form.job) for form, _ in work]
-        known = [view for view in views if view is not None]
-        if len(known) < len(views):
-            return _detached(links, request_id, attachment, len(found), unknown(request_id))
-        places = [Place()] * len(known) if cursor is None else places_of(cursor, known)
-        if places is None:
-            return _detached(links, request_id, attachment, len(found), diverged(request_id, cursor or START))
-    except BaseException:
-        _detach(links, request_id, attachment, len(found))
-        raise
+        outcome = await _go_on(links, request_id, cursor, [_work(each, attachment) for each in found], attachment)
+        return outcome
+    finally:
+        if not isinstance(outcome, Session):
+            _detach(links, request_id, attachment, len(found))
+
+
+async def _go_on(
+    links: Links,
+    request_id: str,
+    cursor: str | None,
+    work: Sequence[tuple[Form, NewJob | None]],
+    attachment: str,
+) -> Session | Failure:
+    """The session of jobs that we watch already, begun at the cursor."""
+    views = [view for form, _ in work if (view := await read_log(links.hub.queue, form.job)) is not None]
+    if len(views) < len(work):
+        return unknown(request_id)
+    places = [Place()] * len(views) if cursor is None else places_of(cursor, views)
+    if places is None:
+        return diverged(request_id, cursor or START)
     session = Session(links, work, attachment, attached=True)
     session.begun = cursor is not None
-    for choice, view, place in zip(session.choices, known, places, strict=True):
+    for choice, view, place in zip(session.choices, views, places, strict=True):
         choice.resume(view, place.count, told_end=place.told_end)
     session.start()
     return session
@@ -138,8 +149,3 @@ def _work(attached: Attached, attachment: str) -> tuple[Form, NewJob | None]:
 def _detach(links: Links, request_id: str, attachment: str, choices: int) -> None:
     for index in range(choices):
         links.canceller.put(f"{request_id}/{index}", attachment)
-
-
-def _detached(links: Links, request_id: str, attachment: str, choices: int, why: Failure) -> Failure:
-    _detach(links, request_id, attachment, choices)
-    return why

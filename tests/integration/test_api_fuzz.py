@@ -15,14 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prelay_text.parameters import Route, parameters_of
-from prelay_worker.config import NullModel, Role
-from tests.bed.processes import Api, fleet, until_ready
-from tests.bed.servers import Server
-from tests.bed.tokenizer import make_tokenizer
-from tests.integration.leftovers import check_no_job_left
+from tests.bed.processes import Api
+from tests.integration.fuzzed import target
 
-#: A context so short that a request which is right by chance is answered at once.
-CONTEXT = 48
+__all__ = ["target"]
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
 
@@ -47,19 +43,6 @@ VALID: dict[str, dict[str, Any]] = {
 
 #: Codes of refusals that are about the body as a whole, and so about no parameter.
 _WHOLE = {"invalid_json", "invalid_type", "request_too_large", "unsupported_media_type"}
-
-
-@pytest.fixture(scope="module")
-def target(shared_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """A fleet that answers in milliseconds. At its end no job is left."""
-    queue = shared_server.settings()
-    with fleet(queue, make_tokenizer(tmp_path_factory.mktemp("short"), CONTEXT)) as found:
-        api = found.api()
-        found.worker(Role.UNIFIED, null=NullModel(step_ms=0))
-        until_ready(api.url)
-        yield api
-        check_no_job_left(queue)
-        assert "Traceback" not in api.log, api.log[-4000:]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ answer is one that the page describes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -21,14 +20,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from prelay_worker.config import NullModel, Role
-from tests.bed.processes import Api, fleet, until_ready
-from tests.bed.servers import Server
-from tests.bed.tokenizer import make_tokenizer
-from tests.integration.leftovers import check_no_job_left
+from tests.bed.processes import Api
+from tests.integration.fuzzed import target
 
-#: A context so short that a request which is right by chance is answered at once.
-CONTEXT = 48
+__all__ = ["target"]
 
 WITH_BODY = [
     ("POST", "/v1/completions"),
@@ -56,19 +51,6 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
-
-
-@pytest.fixture(scope="module")
-def target(shared_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """A fleet that answers in milliseconds. At its end no job is left."""
-    queue = shared_server.settings()
-    with fleet(queue, make_tokenizer(tmp_path_factory.mktemp("short"), CONTEXT)) as found:
-        api = found.api()
-        found.worker(Role.UNIFIED, null=NullModel(step_ms=0))
-        until_ready(api.url)
-        yield api
-        check_no_job_left(queue)
-        assert "Traceback" not in api.log, api.log[-4000:]
 
 
 @pytest.fixture(scope="module")

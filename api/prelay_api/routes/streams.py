@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
+from redis.exceptions import RedisError
 from starlette.responses import Response
+
+from prelay_queue.client import translate
 
 from ..outcome import CLOSING, Failure
 from ..replies import failed, json_reply
@@ -44,14 +48,14 @@ async def go_on(request: Request, request_id: str) -> Response:
 async def end(request: Request, request_id: str) -> Response:
     """Cancel all choices of a request, whoever watches them. `cancelled` is false for one that was over already."""
     queue = service_of(request).queue
-    told: list[dict[str, Any]] = []
-    count = 1
-    while len(told) < count:
-        job = f"{request_id}/{len(told)}"
-        answer = await queue.run(queue.scripts.cancel(job, ""))
-        if answer == "gone" and not told:
-            return failed(unknown(request_id))
-        told.append({"index": len(told), "cancelled": answer == "ended"})
-        if len(told) == 1:
-            count = int(await queue.redis.hget(queue.keys.job(job), "n") or 1)
+    try:
+        count = await queue.redis.hget(queue.keys.job(f"{request_id}/0"), "n")
+    except RedisError as error:
+        raise translate(error) from None
+    if count is None:
+        return failed(unknown(request_id))
+    # Together: whoever reads the stream cancels the others too as soon as one has ended.
+    ends = (queue.run(queue.scripts.cancel(f"{request_id}/{index}", "")) for index in range(int(count)))
+    answers = await asyncio.gather(*ends)
+    told = [{"index": index, "cancelled": answer == "ended"} for index, answer in enumerate(answers)]
     return json_reply({"id": request_id, "object": "stream.cancelled", "choices": told})
