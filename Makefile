@@ -20,6 +20,9 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt scripts/install.sh
 INSTALL = PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" scripts/install.sh
 
+# Where it is set, every test process and every process that those start compiles each file again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install dev clients model serve test test-slow lint format types layers check clean
 

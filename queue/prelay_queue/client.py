@@ -69,8 +69,14 @@ def _eval(call: Call[Any]) -> tuple[Any, ...]:
     return ("EVAL", source(call.name), 1, call.prefix, *call.args)
 
 
-#: RESP2: redis-py's RESP3 turns its own check for dirty connections off.
-_COMMON: dict[str, Any] = {"protocol": 2, "decode_responses": False, "socket_connect_timeout": 2}
+#: RESP2: redis-py's RESP3 turns its own check for dirty connections off. The driver's name and version are looked up
+#: once: it would read its own package's metadata again for each connection.
+_COMMON: dict[str, Any] = {
+    "protocol": 2,
+    "decode_responses": False,
+    "socket_connect_timeout": 2,
+    "driver_info": redis.DriverInfo(),
+}
 
 
 class SyncQueue:

@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from .client import SyncQueue, translate
 from .errors import QueueError
-from .scripts import NAMES, source
+from .scripts import NAMES, sha, source
 from .settings import MINIMUM_REDIS, MINIMUM_VALKEY
 
 #: Share of maxmemory from which on a server takes no new work: what runs needs the rest to drain.
@@ -86,7 +86,11 @@ def inspect(client: redis.Redis) -> ServerInfo:
 def load_scripts(queue: SyncQueue) -> None:
     """Load every script, so that a server that cannot run them says so now. Raise QueueError."""
     try:
-        for name in NAMES:
-            queue.redis.script_load(source(name))
+        known = queue.redis.script_exists(*(sha(name) for name in NAMES))
+        with queue.redis.pipeline(transaction=False) as pipe:
+            for name, is_known in zip(NAMES, known, strict=True):
+                if not is_known:
+                    pipe.script_load(source(name))
+            pipe.execute()
     except RedisError as error:
         raise QueueError(f"the server cannot run our scripts: {error}") from None

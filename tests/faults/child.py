@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -64,6 +65,7 @@ def serve_api(raw: str) -> int:
 def serve_forked(raw: str, faults: str, log: str, kind: str = "worker") -> None:
     """Serve in a child of a fork server, which has imported everything: a worker then starts in milliseconds."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    gc.freeze()  # the collector would write to, and so copy, every page that is shared with the fork server
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)

@@ -124,7 +124,7 @@ class NullFleet:
         """The heartbeats of the workers that run now."""
         pids = {worker.pid for worker in self.workers if worker.code is None}
         names = self.redis.zrange(self.keys.workers, 0, -1)
-        found = [self.redis.get(self.keys.worker(text(name))) for name in names]
+        found = self.of_each("get", [self.keys.worker(text(name)) for name in names])
         beats = [orjson.loads(raw) for raw in found if raw is not None]
         return [beat for beat in beats if beat["pid"] in pids]
 
@@ -228,10 +228,18 @@ class NullFleet:
         codes = [process.stop() for process in self.processes]
         assert codes == [0] * len(codes), f"{codes}\n{self.logs()}"
         dead = {str(process.pid) for process in self.ended}
-        for raw in self.redis.keys(f"{self.keys.prefix}*"):
-            self._check_key(raw, dead)
+        names = self.redis.keys(f"{self.keys.prefix}*")
+        for raw, ttl in zip(names, self.of_each("pttl", names), strict=True):
+            self._check_key(raw, ttl, dead)
 
-    def _check_key(self, raw: bytes | str, dead: set[str]) -> None:
+    def of_each(self, command: str, names: Sequence[bytes | str], *args: Any) -> list[Any]:
+        """The answer to one command for each key, in one round trip."""
+        with self.redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                getattr(pipe, command)(name, *args)
+            return list(pipe.execute())
+
+    def _check_key(self, raw: bytes | str, ttl: int, dead: set[str]) -> None:
         """May this key be there when all have ended? Keys of those that were killed go by themselves."""
         key = text(raw).removeprefix(self.keys.prefix)
         kind, _, rest = key.partition(":")
@@ -239,12 +247,12 @@ class NullFleet:
             assert self.redis.xlen(raw) == 0, key
             assert all(group["pending"] == 0 for group in self.redis.xinfo_groups(raw)), key
         elif kind in ("job", "log"):
-            assert self.redis.pttl(raw) != NO_END, key
+            assert ttl != NO_END, key
         elif kind in ("worker", "ctl"):
             assert rest.split(":")[1] in dead, f"{key}\n{self.logs()}"
-            assert self.redis.pttl(raw) != NO_END, key
+            assert ttl != NO_END, key
         elif kind == "live":  # of one that ended well too, where Redis was too slow for its farewell
-            assert self.redis.pttl(raw) != NO_END, key
+            assert ttl != NO_END, key
         elif kind == "workers":
             names = [text(name) for name in self.redis.zrange(raw, 0, -1)]
             assert {name.split(":")[1] for name in names} <= dead, f"{names}\n{self.logs()}"

@@ -105,7 +105,7 @@ class Forked(ABC):
         """Wait for its end; False when it does not come."""
         deadline = time.monotonic() + timeout_s
         while self.code is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+            time.sleep(0.03)
         return self.code is not None
 
     def kill(self) -> None:

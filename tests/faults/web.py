@@ -139,8 +139,8 @@ class WebFleet(NullFleet):
     def check_answers(self) -> None:
         """Each client heard what is right, and what stands in the log; each job has one end."""
         assert self.traffic is not None
-        for key in self.redis.keys(self.keys.job("*")):
-            assert self.redis.hget(key, "st") == b"done", key
+        jobs = self.redis.keys(self.keys.job("*"))
+        assert all(state == b"done" for state in self.of_each("hget", jobs, "st")), jobs
         tokens = 0
         for ask in self.traffic.asks:
             try:

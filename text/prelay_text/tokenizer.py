@@ -79,7 +79,7 @@ class Tokenizer:
         a completion, wrong for a rendered chat, whose template already wrote its BOS.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeError, TypeError):
             raise RequestError("the text holds half of a surrogate pair, which is no character") from None
 

@@ -38,8 +38,12 @@ class Control:
         self._turn()  # whoever claims for us may write to it from now on
         self._thread.start()
 
-    def stop(self) -> None:
+    def ask_stop(self) -> None:
+        """Its read ends within a second."""
         self._stopping.set()
+
+    def stop(self) -> None:
+        self.ask_stop()
         self._thread.join()
 
     def _create(self) -> None:

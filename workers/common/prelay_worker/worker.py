@@ -18,7 +18,6 @@ import signal
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 
 import orjson
 
@@ -133,6 +132,7 @@ class Worker(ABC):
         1 stop claiming, so that nothing new arrives; 2 take what arrived meanwhile; 3 give every attempt back, which
         restarts it elsewhere; 4 write that out; 5 stop renewing, only after the writes; 6 say farewell.
         """
+        self._control.ask_stop()  # its read ends while the claimer's does
         self._claimer.stop()
         self._drain_inbox()
         for attempt in list(self.attempts.values()):
@@ -326,7 +326,7 @@ class Worker(ABC):
                 "state": "draining" if self._draining else "ready",
                 "running": self.engine.running,
                 "waiting": self.engine.waiting + len(self._heads),
-                "kv": asdict(stats),
+                "kv": stats,
                 "computed_tokens": self.engine.computed_tokens,
                 "prefix_queries": self.engine.prefix_queries,
                 "prefix_hits": self.engine.prefix_hits,
