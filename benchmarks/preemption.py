@@ -4,11 +4,13 @@
 
 oversubscribed  the same requests at once, in a decode pool that holds them all and in one that holds half: total time,
                 prompt tokens computed beyond the necessary, preempts of one job at most (aim: 1.15 times the time)
-second_token    from the first to the second token of one stream, prefill + decode against unified (aim: + 10 %)
+second_token    from the first to the second token of one stream, and from there to the third, prefill + decode against
+                unified with as many threads for a step (aim: + 10 %)
 interference    gaps between the tokens of running streams while a long prompt arrives, prefill + decode against unified
                 (aim: p99 at most half)
 
-Every server has two threads in all: one for each phase, or two for the unified worker. Runs take turns. Run from the
+Every server has two threads in all: one for each phase, or two for the unified worker (but in second_token one,
+since only one step runs at a time). Runs take turns. Run from the
 repository's root.
 """
 
@@ -131,9 +133,11 @@ def oversubscribed(model: Path, runs: int) -> dict[str, Any]:
 # Two phases against one.
 
 
-def both(model: Path, runs: int, measure: Callable[[Serving, int], list[float]]) -> dict[str, dict[str, float]]:
+def both(
+    model: Path, runs: int, measure: Callable[[Serving, int], list[float]], unified: tuple[str, ...] = UNIFIED
+) -> dict[str, dict[str, float]]:
     """The seconds that `measure` finds on each kind of server, all runs together."""
-    kinds = {"prefill + decode": DISAGGREGATED, "unified": UNIFIED}
+    kinds = {"prefill + decode": DISAGGREGATED, "unified": unified}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(server(model, *options)) for name, options in kinds.items()}
@@ -144,15 +148,20 @@ def both(model: Path, runs: int, measure: Callable[[Serving, int], list[float]])
 
 
 def second_token(model: Path, runs: int) -> dict[str, Any]:
+    later: list[float] = []  # of both kinds: a step alone
+
     def measure(found: Serving, run: int) -> list[float]:
-        async def some() -> list[float]:
+        async def some() -> list[Stream]:
             async with httpx.AsyncClient(base_url=found.url, timeout=600) as client:
                 rng = random.Random(run)
-                return [(await stream(client, prompt_of(rng, 128), 4)).gaps[0] for _ in range(10)]
+                return [await stream(client, prompt_of(rng, 128), 6) for _ in range(10)]
 
-        return asyncio.run(some())
+        streams = asyncio.run(some())
+        later.extend(gap for each in streams for gap in each.gaps[1:])
+        return [each.gaps[0] for each in streams]
 
-    return both(model, runs, measure)
+    found = both(model, runs, measure, ("--unified", "1", "--threads", "1"))
+    return {**found, "later": quantiles(later)}
 
 
 RUNNING, LONG = 4, 4_096
