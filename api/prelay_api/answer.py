@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from starlette.types import Receive
 
-from prelay_text.render import Choice as RenderedChoice
-
-from .choice import Choice
 from .outcome import CANCELLED, CLOSING, Failure
 from .session import Session
 from .sse import client_gone
@@ -33,10 +29,7 @@ async def collect(session: Session, receive: Receive) -> bytes | Failure:
             return CLOSING
         if not session.ended:
             return CANCELLED  # nobody reads it
-        choices = [
-            _rendered(index, choice, session.prompt_report(choice)) for index, choice in enumerate(session.best())
-        ]
-        return session.renderer.answer(choices, session.usage)
+        return session.whole()
     finally:
         session.close()
         for task in (waiting, leaving):
@@ -47,8 +40,3 @@ async def collect(session: Session, receive: Receive) -> bytes | Failure:
 async def _wait(session: Session) -> None:
     while not session.ended and not session.handed_on and session.failed() is None:
         await session.wait(_LOOK_S)
-
-
-def _rendered(index: int, choice: Choice, prompt_logprobs: list[Any] | None) -> RenderedChoice:
-    whole = choice.deliver() + choice.finish()
-    return RenderedChoice(index, whole, choice.finish_reason, choice.form.prompt_ids, prompt_logprobs)

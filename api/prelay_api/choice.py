@@ -20,6 +20,7 @@ from prelay_queue.state import State
 from prelay_text.form import Form
 from prelay_text.render import Part
 from prelay_text.tokenizer import Tokenizer
+from prelay_text.whole import Answer
 
 from .hub import Hub
 from .outcome import internal_error
@@ -147,6 +148,14 @@ class Choice:
     def first_note(self) -> Note:
         """What is said with the first token, of the prompt too."""
         return Note.decode(self.relay.notes.get(0, ""))
+
+    @property
+    def answer(self) -> Answer:
+        """All of it; only once it has ended well."""
+        relay = self.relay
+        assert relay.end is not None
+        notes = [relay.notes.get(seq, "") for seq in range(len(relay.ids))] if relay.notes else ()
+        return Answer(relay.ids, notes, relay.end.reason)
 
     @property
     def cursor(self) -> str:

@@ -12,12 +12,12 @@ from typing import cast
 from starlette.requests import Request
 
 from prelay_queue.client import AsyncQueue
-from prelay_text.errors import RequestError
 from prelay_text.fingerprint import fingerprint
 from prelay_text.render import Renderer
 from prelay_text.request import ChatRequest, CompletionRequest
-from prelay_text.resolve import resolve
+from prelay_text.resolve import check_model, resolve
 from prelay_text.tokenizer import Tokenizer
+from prelay_text.whole import renderer_of
 
 from .admission import MemoryWatch
 from .canceller import Canceller
@@ -98,10 +98,7 @@ class Service:
         """
         began = time.monotonic()
         self.memory.check()
-        served = self.config.served_model_name
-        if request.model != served:
-            message = f"model {request.model[:100]!r} is not served here; this server has {served!r}"
-            raise RequestError(message, param="model", code="model_not_found", status=404)
+        check_model(request, self.config.served_model_name)
         limits = await self.fleet.limits(self.tokenizer.context_len)
         work = partial(resolve, request, self.tokenizer, limits, spare_seed=secrets.randbits(64))
         parts = await asyncio.to_thread(work) if long else work()
@@ -125,23 +122,14 @@ class Service:
         return session
 
     def _renderer(self, request: CompletionRequest | ChatRequest) -> Renderer:
-        chat = isinstance(request, ChatRequest)
-        return Renderer(
-            chat=chat,
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+        kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
+        return renderer_of(
+            request,
+            id=f"{kind}-{secrets.token_hex(12)}",
             created=int(time.time()),
             model=self.config.served_model_name,
             system_fingerprint=self.fingerprint,
-            include_usage=request.stream_options.include_usage,
-            continuous_usage=request.stream_options.continuous_usage,
-            token_ids=request.return_token_ids,
-            service_tier=_tier(request.service_tier) if isinstance(request, ChatRequest) else None,
         )
-
-
-def _tier(asked: str | None) -> str | None:
-    """The tier that an answer names: `auto` is the default one."""
-    return "default" if asked == "auto" else asked
 
 
 def service_of(request: Request) -> Service:

@@ -6,20 +6,18 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from prelay_queue import trace
 from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import QueueUnavailable
 from prelay_queue.job import JobSpec
-from prelay_queue.note import LEAST_LOGPROB, Note
 from prelay_queue.scripts import NewJob
 from prelay_text.form import Form, form_of
 from prelay_text.render import Renderer, Usage
-from prelay_text.reports import prompt_report
 from prelay_text.request import ChatRequest, CompletionRequest
 from prelay_text.resolve import JobPart
 from prelay_text.tokenizer import Tokenizer
+from prelay_text.whole import usage_of, whole_body
 
 from .canceller import Canceller
 from .choice import Choice
@@ -183,25 +181,13 @@ class Session:
         return self._usage(sum(choice.relay.delivered for choice in self.choices))
 
     def _usage(self, answer_tokens: int) -> Usage:
-        firsts = self.choices[:: self._form.candidates]  # of each prompt
-        prompt = sum(choice.form.prompt_tokens for choice in firsts)
-        cached = sum(choice.first_note.cached for choice in firsts)
-        return Usage(prompt, 0 if self._form.prompt_only else answer_tokens, cached)
+        forms, firsts = [choice.form for choice in self.choices], (choice.first_note for choice in self.choices)
+        return usage_of(forms, firsts, answer_tokens)
 
-    def best(self) -> list[Choice]:
-        """The choices to show once all have ended: of each prompt the `n` with the likeliest tokens, the best first."""
-        n, candidates = self._form.n, self._form.candidates
-        if candidates == n:
-            return self.choices
-        groups = (self.choices[first : first + candidates] for first in range(0, len(self.choices), candidates))
-        return [choice for group in groups for choice in sorted(group, key=_mean_logprob, reverse=True)[:n]]
-
-    def prompt_report(self, choice: Choice) -> list[Any] | None:
-        """How likely the prompt's tokens were, if the request asks for it."""
-        most = self._form.prompt_logprobs
-        if most is None:
-            return None
-        return prompt_report(self._links.tokenizer, choice.form.prompt_ids, choice.first_note, most)
+    def whole(self) -> bytes:
+        """The body of an answer that is not streamed; only once all choices have ended well."""
+        answers = [choice.answer for choice in self.choices]
+        return whole_body(self._links.tokenizer, [choice.form for choice in self.choices], answers)
 
     def cursor(self) -> str:
         """Where the client stands, for each choice."""
@@ -220,10 +206,3 @@ class Session:
             choice.close()
             if self.attached and not choice.relay.over:
                 self._links.canceller.put(choice.id, self._attachment, self.linger_s)
-
-
-def _mean_logprob(choice: Choice) -> float:
-    """What candidates are ranked by, as OpenAI's `best_of`: the mean log-probability of the answer's tokens."""
-    notes = (Note.decode(choice.relay.notes.get(seq, "")) for seq in range(len(choice.relay.ids)))
-    found = [note.logprobs.logprob for note in notes if note.logprobs is not None]
-    return sum(found) / len(found) if found else LEAST_LOGPROB

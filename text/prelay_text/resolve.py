@@ -54,6 +54,13 @@ class JobPart:
     echo: Echo | None = None
 
 
+def check_model(request: CompletionRequest | ChatRequest, served: str) -> None:
+    """Raise RequestError, 404, for a request to another model than the one that is served."""
+    if request.model != served:
+        message = f"model {request.model[:100]!r} is not served here; this server has {served!r}"
+        raise RequestError(message, param="model", code="model_not_found", status=404)
+
+
 def resolve(
     request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, limits: Limits, *, spare_seed: int
 ) -> list[JobPart]:
