@@ -14,7 +14,8 @@ job:<id>            hash     one job (one choice). Fields:
                                pt   prompt tokens        mt   max_tokens        n    choices of the request
                                cls  priority class       sub  submit time, server ms
                                dl   deadline, server ms, 0 none
-                               at   attachments "<api>#<token>", space separated: who is watching
+                               at   attachments "<api>#<token>", space separated: who is watching. An <api> that begins
+                                    with `~` is a quiet viewer: its live stream has ends and preempts only
                                ik   key under which the client may send the request again, '' for none
                                vw   how the answer is shown (prelay_text/form.py), '' for a job of nobody's
                                sk   si   work stream and entry id under which the job waits
@@ -55,6 +56,23 @@ ctl:<worker>        stream   control of one worker: field c = JSON command. MAXL
 worker:<worker>     string   heartbeat, JSON (by `beat`); PX 15000
 workers             zset     incarnations by last heartbeat, server ms
 dead                stream   dead letters, MAXLEN ~ 10000
+batch:<id>          hash     one batch (a file of requests). Its lines are jobs like any other. Fields:
+                               rec  what was asked, JSON (opaque here)
+                               st   status (batches.py)
+                               ep   epoch: number of the runner, from 1
+                               ow   owner: incarnation of the runner that may write; with ep the fence
+                               lease  server ms at which the owner's right ends
+                               total done failed   lines, as far as they are counted, served and refused
+                               pt ct  tokens of prompts and of answers
+                               created started finalizing cancelling ended   when it became so, server ms
+                               exp  deadline, server ms
+                               cx   1: it is to be cancelled
+                               ofile efile errs    files of results and of errors, and why it failed (JSON); at the end
+                             PEXPIRE 24 h after the end: what stays is on disk.
+batches             zset     batches that are not over; score = their `created`
+
+Where the batches' jobs stand (batch_jobs.py), possibly on another server: RQ's own keys `rq:…`, of the queue
+`prelay-batch-<fleet>`, and `prelay-batch:{<fleet>}:lock:<id>` and `…:moving:<id>`, of seconds.
 """
 
 from __future__ import annotations
@@ -122,6 +140,13 @@ class Keys:
     @property
     def dead(self) -> str:
         return f"{self.prefix}dead"
+
+    def batch(self, batch_id: str) -> str:
+        return f"{self.prefix}batch:{batch_id}"
+
+    @property
+    def batches(self) -> str:
+        return f"{self.prefix}batches"
 
     def work(self, stage: str) -> tuple[str, ...]:
         """Return the work streams of `stage` ("prefill" or "decode:<domain>") in serving order."""

@@ -25,22 +25,30 @@ from .state import as_lua
 
 R = TypeVar("R")
 
-NAMES = (
+JOB_SCRIPTS = (
     "submit", "claim", "handoff", "adopt", "emit", "preempt", "requeue", "renew", "finish", "cancel", "reap",
     "expire", "view", "attach", "beat", "tidy", "disown", "attend", "evict",
 )  # fmt: skip
+#: Their stubs are in batches.py.
+BATCH_SCRIPTS = ("batch_open", "batch_take", "batch_keep", "batch_end", "batch_cancel", "batch_look", "batch_stale")
+NAMES = (*JOB_SCRIPTS, *BATCH_SCRIPTS)
 
-#: Only submit may be refused for memory: what drains the server must always run.
-_FLAGS = {"submit": "#!lua", "view": "#!lua flags=no-writes,allow-oom"}
+#: Only what brings new work may be refused for memory: what drains the server must always run.
+_FLAGS = {
+    "submit": "#!lua",
+    "batch_open": "#!lua",
+    "view": "#!lua flags=no-writes,allow-oom",
+    "batch_look": "#!lua flags=no-writes,allow-oom",
+}
 
 
 @cache
 def source(name: str) -> str:
-    """Return the whole Lua source of a script: flags, state table, library, body."""
+    """Return the whole Lua source of a script: flags, state table, libraries, body."""
     folder = resources.files(__package__) / "lua"
     flags = _FLAGS.get(name, "#!lua flags=allow-oom")
-    body = (folder / f"{name}.lua").read_text()
-    return "\n".join((flags, as_lua(), (folder / "_lib.lua").read_text(), body))
+    parts = ("_lib", "_batch", name) if name.startswith("batch_") else ("_lib", name)
+    return "\n".join((flags, as_lua(), *((folder / f"{part}.lua").read_text() for part in parts)))
 
 
 @cache

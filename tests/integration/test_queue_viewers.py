@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 
 from prelay_queue.job import JobSpec
@@ -125,3 +126,29 @@ def test_a_look_says_which_attempt_wrote_each_token(desk: Desk) -> None:
     desk.preempt()
     assert desk.requeue(count + 1, f"{API}#1").code == "ok"
     assert desk.view().epochs == (1,) * (count + 1)
+
+
+def heard(desk: Desk, api: str) -> list[str]:
+    """The kinds of what a viewer was told, in order."""
+    entries = desk.look().streams.get(f"live:{api}", [])
+    return [event[0] for _, fields in entries for event in orjson.loads(fields["e"])]
+
+
+def test_a_quiet_viewer_hears_of_preempts_and_ends_and_of_nothing_else(desk: Desk) -> None:
+    quiet = f"~{OTHER_API}"
+    for api in (API, quiet):
+        desk.run(desk.scripts.attend(api, 30, begin=True))
+    claim = desk.to(State.DECODE, new_job(attachment=f"{API}#1 {quiet}#2"))
+    count = len(desk.view().ids)
+    assert desk.preempt(claim.epoch) == "ok"
+    assert desk.requeue(-1, f"{quiet}#2").code == "ok"
+    assert desk.cancel() == "ended"
+    assert set(heard(desk, API)) == {"t", "p", "r", "e"}
+    assert heard(desk, quiet) == ["p", "e"]
+    assert len(desk.view().ids) == count
+
+
+def test_a_quiet_viewer_is_missed_like_any_other(desk: Desk) -> None:
+    desk.to(State.DECODE, new_job(attachment=f"~{OTHER_API}#2"))
+    desk.last_heard(f"~{OTHER_API}", 2 * GRACE_MS)
+    assert sweep(desk) == Reaped(abandoned=(JOB,))

@@ -83,7 +83,7 @@ def test_the_lists_of_packages_agree() -> None:
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
-names = [found.name for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+names = [sys.argv[1]] + [found.name for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
 for name in names:
     if not name.endswith(".__main__"):
         importlib.import_module(name)
@@ -92,8 +92,8 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "tran
 """
 
 
-@pytest.mark.parametrize("package", ["prelay_queue", "prelay_text", "prelay_api"])
-def test_the_api_side_runs_without_torch(package: str) -> None:
+@pytest.mark.parametrize("package", ["prelay_queue", "prelay_text", "prelay_files", "prelay_api", "prelay_batch"])
+def test_the_api_side_and_batches_run_without_torch(package: str) -> None:
     modules, heavy = python(IMPORT_ALL, package).splitlines()
     assert int(modules) > 0
     assert heavy == ""

@@ -45,8 +45,10 @@ class Rules:
     # --- who is told
 
     def tell(self, job: Job, kind: str, epoch: int, *rest: object) -> None:
-        """Every API process that watches hears of it once, in one entry a call."""
+        """Every API process that watches hears of it once, in one entry a call; a quiet one of ends and preempts."""
         for api in job.apis:
+            if api.startswith("~") and kind in "tr":
+                continue
             self._outbox.setdefault(api, []).append([kind, job.id, epoch, *rest])
 
     def flush(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 from prelay_queue.errors import QueueFull, QueueUnavailable
 from prelay_queue.job import JobSpec, Sampling
 from prelay_queue.keys import Keys
-from prelay_queue.scripts import NAMES, Emission, Emitted, NewJob, Scripts
+from prelay_queue.scripts import JOB_SCRIPTS, Emission, Emitted, NewJob, Scripts
 from prelay_queue.state import State
 from tests.bed.double import AsyncMemoryQueue, MemoryQueue
 from tests.bed.double.data import Stream
@@ -45,8 +45,8 @@ def run_job(queue: MemoryQueue, lease_ms: int) -> None:
     assert queue.run(queue.scripts.claim(*place, JOB, "w", lease_ms)).code == "ok"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_script_is_there(name: str) -> None:
+@pytest.mark.parametrize("name", JOB_SCRIPTS)
+def test_every_script_of_jobs_is_there(name: str) -> None:
     assert callable(getattr(Execution, name))
 
 

@@ -20,7 +20,7 @@ def _all_keys(keys: Keys) -> Iterator[str]:
         keys.domains, keys.workers, keys.dead,
     )  # fmt: skip
     yield from (keys.job("r/0"), keys.log("r/0"), keys.live("a"), keys.apis, keys.control("w"), keys.worker("w"))
-    yield from (*keys.work("prefill"), *keys.work("decode:d"))
+    yield from (keys.batch("b"), keys.batches, *keys.work("prefill"), *keys.work("decode:d"))
 
 
 def test_every_key_of_a_partition_has_the_partitions_hash_tag() -> None:
