@@ -90,18 +90,19 @@ class Ledger:
         return self._state.totals.completion_tokens
 
     def append(self, line: int, *, ok: bool, raw: bytes, prompt_tokens: int = 0, completion_tokens: int = 0) -> bool:
-        """Note the answer to a line of the input: `raw` is JSON without its line break, and its id ends in _LINE.
+        """Note the answer to a line of the input: `raw` is a line of JSON, and its id ends in _LINE.
 
         False, and nothing is noted, when the line has been answered before. Not for good before `checkpoint`.
         """
-        if b"\n" in raw:
+        raw = raw if raw.endswith(b"\n") else raw + b"\n"
+        if raw.count(b"\n") > 1:
             raise ValueError(f"raw must be one line, but has a line break: {raw[:100]!r}")
         if line in self.done:
             return False
         part = RESULTS if ok else ERRORS
         with self._trusted():
-            self._files[part].write(raw + b"\n")
-        self._sizes[part] += len(raw) + 1
+            self._files[part].write(raw)
+        self._sizes[part] += len(raw)
         _count(self._state, line, part, prompt_tokens, completion_tokens)
         return True
 

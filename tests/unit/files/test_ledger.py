@@ -44,7 +44,7 @@ def answer(batch: BatchFolder, line: int, *, ok: bool = True, words: str = "") -
 
 
 def note(ledger: Ledger, batch: BatchFolder, line: int, *, ok: bool = True, words: str = "") -> bool:
-    raw = answer(batch, line, ok=ok, words=words)
+    raw = answer(batch, line, ok=ok, words=words) + b"\n" * (line % 2)  # it may bring its line break
     return ledger.append(line, ok=ok, raw=raw, prompt_tokens=line * ok, completion_tokens=2 * line * ok)
 
 
@@ -97,7 +97,7 @@ def test_a_line_is_noted_once(batch: BatchFolder, store: FileStore) -> None:
 
 def test_a_line_with_a_line_break_is_refused(batch: BatchFolder) -> None:
     with Ledger.take_over(batch, 1) as ledger, pytest.raises(ValueError, match="line break"):
-        ledger.append(0, ok=True, raw=b"{}\n")
+        ledger.append(0, ok=True, raw=b"{}\n{}")
 
 
 def test_assembled_twice_it_is_the_same_file(batch: BatchFolder, store: FileStore) -> None:
