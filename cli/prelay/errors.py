@@ -6,6 +6,7 @@ CliError                  exit code 1
 ├── ServerError           no fit Redis-compatible server: none found, too old, does not start or does not answer
 ├── ModelUnavailable      the model cannot be found, fetched or read
 ├── TooSmall              memory or /dev/shm does not hold what was asked for; names the size needed
+├── Refused               a server refused a request; its own words, and the status
 ├── PortTaken             the address cannot be listened on
 ├── ChildFailed           a supervised process keeps failing; carries its last lines
 └── NurseryUnavailable    a worker cannot be forked; it is started as a plain process instead
@@ -46,6 +47,14 @@ class TooSmall(CliError):  # noqa: N818
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message)
         self.where = where
+
+
+class Refused(CliError):  # noqa: N818
+    """A server refused a request; `status` is that of HTTP."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class PortTaken(CliError):  # noqa: N818

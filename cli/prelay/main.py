@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from .batch.commands import batch_app
 from .bench.commands import bench_app
 from .errors import CliError
 from .examples import examples
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="The model: fetch the demo model, or see where a model lies.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+app.add_typer(batch_app, name="batch")
 app.add_typer(bench_app, name="bench")
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import sys
-from collections.abc import Iterator
-from types import FrameType
 
 from .apikeys import api_keys
 from .embedded import EmbeddedServer
 from .fleet import Fleet, Plan
 from .host import check_port, this_host
+from .leaving import leaving_on_sigterm
 from .model import resolve_model, served_name
 from .queueserver import inspect_server
 from .report import Report
@@ -32,7 +29,7 @@ def serve(settings: Settings) -> int:
     for variable in unknown_variables():
         report.warn(f"{variable} is set, and no setting has that name")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_leaving_on_sigterm())
+        stack.enter_context(leaving_on_sigterm())
         # First what is quick to say and would otherwise be found out after a long download.
         api_keys(settings)
         if settings.url is not None:
@@ -61,18 +58,3 @@ def _plan(settings: Settings, server: EmbeddedServer | None, report: Report) -> 
     if swept := sweep_segments():  # before /dev/shm is measured
         report.step(f"removed {len(swept)} KV segment(s) that a crash had left in /dev/shm")
     return Plan(settings, folder, name, sizes(settings, kv, this_host()), server, api_keys(settings))
-
-
-@contextlib.contextmanager
-def _leaving_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an exception while things are prepared, so that half-made files go away."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        del frame
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
