@@ -105,6 +105,10 @@ class Keys:
     def log(self, job_id: str) -> str:
         return f"{self.prefix}log:{job_id}"
 
+    def keyed(self, key: str) -> str:
+        """Where a request that may be sent again under `key` is noted."""
+        return f"{self.prefix}idem:{key}"
+
     @property
     def queued(self) -> str:
         return f"{self.prefix}queued"

@@ -14,6 +14,7 @@ from typing import Any
 
 import redis
 
+from prelay_queue.batches import BatchStatus
 from prelay_queue.keys import GROUP, Keys
 from prelay_queue.scripts import text
 from prelay_queue.state import SWEPT_IN
@@ -23,7 +24,7 @@ LOOK_S = 10.0
 #: Time between two looks, in seconds. A sweep comes each second.
 BETWEEN_S = 1.5
 #: Commands in one round trip.
-BATCH = 500
+AT_ONCE = 500
 #: Entries read of a stream at a time.
 PAGE = 1000
 #: Dead letters that are listed.
@@ -31,17 +32,33 @@ LETTERS = 1000
 #: The swept indices by name.
 INDICES = tuple(dict.fromkeys(SWEPT_IN.values()))
 
+_OVER = frozenset(str(status) for status in BatchStatus if status.over)
 _KEY = re.compile(r"prelay:\{(.+)\.(\d+)\}:([a-z]+)(?::(.+))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The fields of a job that say where it must stand. `ttl_ms` is -1 where it never expires."""
+    """The fields of a job that say where it must stand. `ttl_ms` is -1: never expires, `deadline_ms` is 0: none."""
 
     state: str
     stream: str
     entry: str
     ttl_ms: int
+    deadline_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The fields of a batch that say who looks after it; `lease_ms` is when that ends, and 0 before anybody did."""
+
+    status: str
+    lease_ms: int
+    created_ms: int
+    ttl_ms: int
+
+    @property
+    def over(self) -> bool:
+        return self.status in _OVER
 
 
 @dataclass(slots=True)
@@ -54,7 +71,10 @@ class Work:
 
 @dataclass(slots=True)
 class Fleet:
-    """One partition of one fleet. `live` and `control` hold the time to live of each stream, in ms, -1 for ever."""
+    """One partition of one fleet. `live`, `control` and `keyed` hold the time to live of each key, in ms, -1 for ever.
+
+    `deadlines` and `batch_index` are sorted sets, `waiting` the hash that counts what waits.
+    """
 
     keys: Keys
     now_ms: int = 0
@@ -65,6 +85,11 @@ class Fleet:
     live: dict[str, int] = field(default_factory=dict)
     control: dict[str, int] = field(default_factory=dict)
     dead: dict[str, str] = field(default_factory=dict)
+    deadlines: dict[str, float] = field(default_factory=dict)
+    waiting: dict[str, str] = field(default_factory=dict)
+    keyed: dict[str, int] = field(default_factory=dict)
+    batches: dict[str, Batch] = field(default_factory=dict)
+    batch_index: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.keys.fleet}.{self.keys.partition}"
@@ -136,25 +161,36 @@ def _scan(client: redis.Redis, clock: _Clock) -> Iterator[str]:
 
 
 def _fill(client: redis.Redis, fleet: Fleet, named: dict[str, list[str]], clock: _Clock) -> None:
-    """1 The indices and streams, which name jobs. 2 The jobs that are named or were seen. 3 Who lives. 4 The dead."""
+    """1 The indices and streams, which name jobs. 2 The jobs that are named or were seen. 3 Batches, in the same way.
+    4 Who lives. 5 The dead."""
     keys = fleet.keys
-    for name in INDICES:
-        pairs: Any = client.zrange(f"{keys.prefix}{name}", 0, -1, withscores=True)
-        fleet.indices[name] = {text(member): score for member, score in pairs}
+    fleet.indices = {name: _scores(client, f"{keys.prefix}{name}") for name in INDICES}
+    fleet.deadlines = _scores(client, keys.deadlines)
+    shares: Any = client.hgetall(keys.waiting)
+    fleet.waiting = {text(name): text(value) for name, value in shares.items()}
     for tail in named.get("work", ()):
         stream = f"{keys.prefix}work:{tail}"
         fleet.work[stream] = _work(client, stream, clock)
     ids = dict.fromkeys(named.get("job", ()))
     ids.update(dict.fromkeys(id_ for index in fleet.indices.values() for id_ in index))
     ids.update(dict.fromkeys(id_ for work in fleet.work.values() for id_ in work.entries.values()))
+    ids.update(dict.fromkeys((*fleet.deadlines, *(name for name in fleet.waiting if not name.startswith("#")))))
     fleet.jobs = _jobs(client, keys, ids, clock)
+    fleet.batch_index = _scores(client, keys.batches)
+    fleet.batches = _batches(client, keys, dict.fromkeys((*named.get("batch", ()), *fleet.batch_index)), clock)
     fleet.workers = set(named.get("worker", ()))
     fleet.live = _ttls(client, {api: keys.live(api) for api in named.get("live", ())})
     fleet.control = _ttls(client, {worker: keys.control(worker) for worker in named.get("ctl", ())})
+    fleet.keyed = _ttls(client, {key: keys.keyed(key) for key in named.get("idem", ())})
     letters: Any = client.xrevrange(keys.dead, count=LETTERS)
     fleet.dead = {text(of.get(b"id", b"?")): text(of.get(b"why", b"")) for _, of in letters}
     seconds, micros = client.time()  # last: what is late by this clock was late when it was read
     fleet.now_ms = int(seconds) * 1000 + int(micros) // 1000
+
+
+def _scores(client: redis.Redis, key: str) -> dict[str, float]:
+    pairs: Any = client.zrange(key, 0, -1, withscores=True)
+    return {text(member): score for member, score in pairs}
 
 
 def _work(client: redis.Redis, stream: str, clock: _Clock) -> Work:
@@ -174,34 +210,49 @@ def _work(client: redis.Redis, stream: str, clock: _Clock) -> Work:
 
 
 def _jobs(client: redis.Redis, keys: Keys, ids: Iterable[str], clock: _Clock) -> dict[str, Job]:
-    found: dict[str, Job] = {}
-    for batch in _batches(ids):
+    hashes = _hashes(client, {id_: keys.job(id_) for id_ in ids}, ("st", "sk", "si", "dl"), clock)
+    return {id_: Job(st, stream, entry, ttl, _number(dl)) for id_, ((st, stream, entry, dl), ttl) in hashes.items()}
+
+
+def _batches(client: redis.Redis, keys: Keys, ids: Iterable[str], clock: _Clock) -> dict[str, Batch]:
+    hashes = _hashes(client, {id_: keys.batch(id_) for id_ in ids}, ("st", "lease", "created"), clock)
+    return {id_: Batch(st, _number(lease), _number(new), ttl) for id_, ((st, lease, new), ttl) in hashes.items()}
+
+
+def _number(words: str) -> int:
+    return int(words) if words.isdecimal() else 0
+
+
+def _hashes(
+    client: redis.Redis, keys: dict[str, str], fields: tuple[str, ...], clock: _Clock
+) -> dict[str, tuple[list[str], int]]:
+    """Some fields, '' where there is none, and the time to live of each hash that there is."""
+    found: dict[str, tuple[list[str], int]] = {}
+    for some in _parts(keys):
         if not clock.runs():
             break
         with client.pipeline(transaction=False) as pipe:
-            for id_ in batch:
-                pipe.hmget(keys.job(id_), "st", "sk", "si")
-                pipe.pttl(keys.job(id_))
+            for name in some:
+                pipe.hmget(keys[name], fields)
+                pipe.pttl(keys[name])
             answers: list[Any] = pipe.execute(raise_on_error=False)
-        for id_, fields, ttl in zip(batch, answers[::2], answers[1::2], strict=True):
-            if ttl == -2 or isinstance(fields, Exception):  # not there, or no hash
-                continue
-            state, stream, entry = (text(value) if value else "" for value in fields)
-            found[id_] = Job(state, stream, entry, int(ttl))
+        for name, values, ttl in zip(some, answers[::2], answers[1::2], strict=True):
+            if ttl != -2 and not isinstance(values, Exception):  # it is there, and is a hash
+                found[name] = [text(value) if value else "" for value in values], int(ttl)
     return found
 
 
 def _ttls(client: redis.Redis, keys: dict[str, str]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for batch in _batches(keys):
+    for some in _parts(keys):
         with client.pipeline(transaction=False) as pipe:
-            for name in batch:
+            for name in some:
                 pipe.pttl(keys[name])
-            found |= zip(batch, pipe.execute(), strict=True)
+            found |= zip(some, pipe.execute(), strict=True)
     return {name: int(ttl) for name, ttl in found.items() if ttl != -2}
 
 
-def _batches(names: Iterable[str]) -> Iterator[list[str]]:
+def _parts(names: Iterable[str]) -> Iterator[list[str]]:
     rest = iter(names)
-    while batch := list(islice(rest, BATCH)):
-        yield batch
+    while part := list(islice(rest, AT_ONCE)):
+        yield part

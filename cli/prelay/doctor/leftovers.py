@@ -5,7 +5,8 @@ A finding counts when two looks show it: between the reads of one look a job may
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from prelay_queue.settings import QueueTimes
@@ -139,6 +140,111 @@ def live_streams_of_dead_apis(fleet: Fleet) -> dict[str, str]:
     return found
 
 
+@_left(
+    "deadlines without job",
+    "each goes at its time, if any worker or API process runs; if none will: ZREM 'PREFIXdeadlines' <id>",
+)
+def deadlines_without_job(fleet: Fleet) -> dict[str, str]:
+    return {
+        id_: f"{id_} ({'over' if id_ in fleet.jobs else 'no such job'})"
+        for id_ in fleet.deadlines
+        if id_ not in fleet.jobs or fleet.jobs[id_].state == "done"
+    }
+
+
+@_left(
+    "deadlines that nobody keeps",
+    "only a worker that has the job will see that it is late: ZADD 'PREFIXdeadlines' <ms> <id>",
+)
+def deadlines_that_nobody_keeps(fleet: Fleet) -> dict[str, str]:
+    return {
+        id_: f"{id_} ({job.deadline_ms} ms)"
+        for id_, job in fleet.jobs.items()
+        if job.deadline_ms > 0 and job.state != "done" and id_ not in fleet.deadlines
+    }
+
+
+@_left(
+    "counts of what waits",
+    "requests may be refused too early or too late: DEL 'PREFIXwaiting' forgets them, and the next sweep counts again",
+)
+def counts_of_what_waits(fleet: Fleet) -> dict[str, str]:
+    """Every job that waits for a prefill has its share in `waiting`, no other has, and the sums are of the shares."""
+    shares = {name: share for name, share in fleet.waiting.items() if not name.startswith("#")}
+    waits = {id_ for id_, job in fleet.jobs.items() if job.state == "queued"}
+    found = {id_: f"{id_} (waits, not counted)" for id_ in waits - shares.keys()}
+    for id_ in shares.keys() - waits:
+        found[id_] = f"{id_} (counted, {fleet.jobs[id_].state if id_ in fleet.jobs else 'no such job'})"
+    sums = _sums(shares.values())
+    for name in sums.keys() | {name for name in fleet.waiting if name.startswith("#")}:
+        stands, right = fleet.waiting.get(name, "0"), sums.get(name, 0)
+        if stands != str(right):
+            found[name] = f"{name[1:]} {stands} (the shares are {right})"
+    return found
+
+
+def _sums(shares: Iterable[str]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for share in shares:
+        cls, _, tokens = share.partition(" ")
+        found[f"#jobs:{cls}"] += 1
+        found[f"#tokens:{cls}"] += int(tokens) if tokens.isdecimal() else 0
+    return found
+
+
+@_left("request keys that stay", "they answer for requests that nobody remembers: DEL 'PREFIXidem:<key>'")
+def request_keys_that_stay(fleet: Fleet) -> dict[str, str]:
+    return {key: key for key, ttl_ms in fleet.keyed.items() if ttl_ms == -1}
+
+
+@_left(
+    "batches in no index",
+    "nobody will take them up: ZADD 'PREFIXbatches' 0 <id>",
+    State.FAIL,  # an accepted batch is never lost: this one is
+)
+def batches_in_no_index(fleet: Fleet) -> dict[str, str]:
+    return {
+        id_: f"{id_} ({batch.status or 'no status'})"
+        for id_, batch in fleet.batches.items()
+        if not batch.over and id_ not in fleet.batch_index
+    }
+
+
+@_left(
+    "batch entries without batch",
+    "the next look of an API process for batches removes them; if none will run: ZREM 'PREFIXbatches' <id>",
+)
+def batch_entries_without_batch(fleet: Fleet) -> dict[str, str]:
+    return {
+        id_: f"{id_} ({fleet.batches[id_].status if id_ in fleet.batches else 'no such batch'})"
+        for id_ in fleet.batch_index
+        if id_ not in fleet.batches or fleet.batches[id_].over
+    }
+
+
+@_left("ended batches that stay", "what they were is on disk: DEL 'PREFIXbatch:<id>'")
+def ended_batches_that_stay(fleet: Fleet) -> dict[str, str]:
+    return {id_: id_ for id_, batch in fleet.batches.items() if batch.over and batch.ttl_ms == -1}
+
+
+@_left(
+    "batches that nobody runs",
+    "do an API process and a batch worker run, with one --files-dir? Both together take them up within 20 s",
+)
+def batches_that_nobody_runs(fleet: Fleet) -> dict[str, str]:
+    """Their runner is gone for long; or they wait for one while no batch of the fleet is run at all."""
+    unfinished = {id_: batch for id_, batch in fleet.batches.items() if not batch.over}
+    runs = any(batch.lease_ms > fleet.now_ms for batch in unfinished.values())
+    found = {}
+    for id_, batch in unfinished.items():
+        late_ms = fleet.now_ms - (batch.lease_ms or batch.created_ms)
+        if late_ms > LATE_MS and batch.lease_ms:
+            found[id_] = f"{id_} (its runner was lost {late_ms / 1000:.0f} s ago)"
+        elif late_ms > LATE_MS and not runs:
+            found[id_] = f"{id_} (asked for {late_ms / 1000:.0f} s ago, nobody runs any)"
+    return found
+
+
 @_left("control streams that stay", "their workers are dead: DEL 'PREFIXctl:<worker>'")
 def control_streams_that_stay(fleet: Fleet) -> dict[str, str]:
     return {name: name for name, ttl in fleet.control.items() if ttl == -1 and name not in fleet.workers}
@@ -149,8 +255,12 @@ def control_streams_that_stay(fleet: Fleet) -> dict[str, str]:
     "nobody sweeps: does any worker or API process run? The first that does takes them up after 11 s",
 )
 def leases_long_expired(fleet: Fleet) -> dict[str, str]:
-    """Also preempts that were never answered: the same sweep takes them up."""
+    """Also preempts that were never answered, which the same sweep takes up, and deadlines that ended nothing."""
     found = {}
+    for id_, deadline_ms in fleet.deadlines.items():
+        late_ms = fleet.now_ms - deadline_ms
+        if late_ms > LATE_MS and id_ in fleet.jobs and fleet.jobs[id_].state != "done":
+            found[f"deadlines {id_}"] = f"{id_} (its deadline passed {late_ms / 1000:.0f} s ago)"
     for index, what in (("leases", "lease ended"), ("preempted", "preempted")):
         for id_, score in fleet.indices[index].items():
             late_ms = fleet.now_ms - score

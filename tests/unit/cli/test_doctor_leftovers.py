@@ -9,23 +9,33 @@ import pytest
 
 from prelay.doctor import leftovers
 from prelay.doctor.finding import Finding, State, ok
-from prelay.doctor.fleets import Fleet, Job, Look, Looks, Work
+from prelay.doctor.fleets import Batch, Fleet, Job, Look, Looks, Work
 from prelay_queue.keys import Keys
 
 NOW = 1_000_000_000_000
 STREAM = "prelay:{f.0}:work:prefill:normal:n"
 WAITING = Job("queued", STREAM, "1-0", -1)
+COUNTED = {"w/0": "normal 4", "#jobs:normal": "1", "#tokens:normal": "4"}
+RUN = Batch("in_progress", NOW + 5_000, NOW - 90_000, -1)
 CHECKS = {check.name: check.judge for check in leftovers.checks.checks}
 
 
 def fleet(name: str = "f") -> Fleet:
-    """A sound one: a job in each state, everything where it belongs, a live worker and API process."""
-    jobs = {"w/0": WAITING, "r/0": Job("decode", "", "", -1), "p/0": Job("preempted", "", "", -1)}
+    """A sound one: a job in each state, everything where it belongs, a live worker and API process, batches."""
+    jobs = {"w/0": WAITING, "r/0": Job("decode", "", "", -1, NOW + 9_000), "p/0": Job("preempted", "", "", -1)}
     jobs["d/0"] = Job("done", "", "", 200_000)
     indices = {"queued": {"w/0": NOW - 3000.0}, "leases": {"r/0": NOW + 7000.0}, "preempted": {"p/0": NOW - 1000.0}}
     work = {STREAM: Work({"1-0": "w/0"}, {"worker-a": 0})}
     live, control = {"api-a": 28_000}, {"worker-a": 50_000}
-    return Fleet(Keys(name), NOW, jobs, indices, work, {"worker-a"}, live, control)
+    found = Fleet(Keys(name), NOW, jobs, indices, work, {"worker-a"}, live, control)
+    found.deadlines, found.waiting, found.keyed = {"r/0": NOW + 9_000.0}, dict(COUNTED), {"key": 1_000}
+    found.batches = {
+        "run": RUN,
+        "waits": Batch("validating", 0, NOW - 80_000, -1),
+        "over": Batch("failed", 0, 1, 5_000),
+    }
+    found.batch_index = {"run": NOW - 90_000.0, "waits": NOW - 80_000.0}
+    return found
 
 
 def twice(*fleets: Fleet) -> Looks:
@@ -102,6 +112,74 @@ def give_up(found: Fleet) -> None:
     found.dead["z/0"] = "2 crashes in company, 2 alone"
 
 
+def wait_for_nothing(found: Fleet) -> None:
+    found.deadlines["x/0"] = NOW - 40_000.0
+
+
+def be_late_for_nothing(found: Fleet) -> None:
+    found.deadlines["d/0"] = NOW + 40_000.0
+
+
+def lose_deadline(found: Fleet) -> None:
+    found.deadlines.clear()
+
+
+def miss_deadline(found: Fleet) -> None:
+    found.jobs["r/0"] = replace(found.jobs["r/0"], deadline_ms=NOW - 40_000)
+    found.deadlines["r/0"] = NOW - 40_000.0
+
+
+def lose_share(found: Fleet) -> None:
+    del found.waiting["w/0"]
+    found.waiting.pop("#jobs:normal")
+    found.waiting.pop("#tokens:normal")
+
+
+def count_what_runs(found: Fleet) -> None:
+    found.waiting |= {"r/0": "batch 0", "#jobs:batch": "1"}
+
+
+def count_nothing(found: Fleet) -> None:
+    found.waiting |= {"x/0": "normal 1", "#jobs:normal": "2", "#tokens:normal": "5"}
+
+
+def miscount(found: Fleet) -> None:
+    found.waiting["#tokens:normal"] = "40"
+
+
+def count_a_class_of_nobodys(found: Fleet) -> None:
+    found.waiting["#jobs:batch"] = "-1"
+
+
+def keep_key(found: Fleet) -> None:
+    found.keyed["key"] = -1
+
+
+def lose_batch(found: Fleet) -> None:
+    del found.batch_index["run"]
+
+
+def list_no_batch(found: Fleet) -> None:
+    found.batch_index["x"] = 1.0
+
+
+def list_ended_batch(found: Fleet) -> None:
+    found.batch_index["over"] = 1.0
+
+
+def keep_batch(found: Fleet) -> None:
+    found.batches["over"] = replace(found.batches["over"], ttl_ms=-1)
+
+
+def kill_runner(found: Fleet) -> None:
+    found.batches["run"] = replace(RUN, lease_ms=NOW - 35_000)
+    del found.batches["waits"], found.batch_index["waits"]
+
+
+def have_no_runner(found: Fleet) -> None:
+    del found.batches["run"], found.batch_index["run"]
+
+
 Break = Callable[[Fleet], None]
 BROKEN: list[tuple[Break, str, str]] = [
     (lose_lease, "jobs in no index", "r/0 (decode, not in leases)"),
@@ -120,6 +198,22 @@ BROKEN: list[tuple[Break, str, str]] = [
     (keep_control, "control streams that stay", "worker-b"),
     (expire, "leases long expired", "r/0 (lease ended 40 s ago)"),
     (never_answer, "leases long expired", "p/0 (preempted 31 s ago)"),
+    (wait_for_nothing, "deadlines without job", "x/0 (no such job)"),
+    (be_late_for_nothing, "deadlines without job", "d/0 (over)"),
+    (lose_deadline, "deadlines that nobody keeps", f"r/0 ({NOW + 9_000} ms)"),
+    (miss_deadline, "leases long expired", "r/0 (its deadline passed 40 s ago)"),
+    (lose_share, "counts of what waits", "w/0 (waits, not counted)"),
+    (count_what_runs, "counts of what waits", "r/0 (counted, decode)"),
+    (count_nothing, "counts of what waits", "x/0 (counted, no such job)"),
+    (miscount, "counts of what waits", "tokens:normal 40 (the shares are 4)"),
+    (count_a_class_of_nobodys, "counts of what waits", "jobs:batch -1 (the shares are 0)"),
+    (keep_key, "request keys that stay", "key"),
+    (lose_batch, "batches in no index", "run (in_progress)"),
+    (list_no_batch, "batch entries without batch", "x (no such batch)"),
+    (list_ended_batch, "batch entries without batch", "over (failed)"),
+    (keep_batch, "ended batches that stay", "over"),
+    (kill_runner, "batches that nobody runs", "run (its runner was lost 35 s ago)"),
+    (have_no_runner, "batches that nobody runs", "waits (asked for 80 s ago, nobody runs any)"),
     (give_up, "dead letters", "z/0 (2 crashes in company, 2 alone)"),
 ]
 
@@ -130,7 +224,7 @@ def test_what_is_left_is_named_with_what_to_do(damage: Break, name: str, words: 
     damage(found)
     finding = CHECKS[name](twice(found))
     assert (finding.found, finding.items) == (f"1: {words}", (words,))
-    assert finding.state is (State.FAIL if name == "jobs in no index" else State.WARN)
+    assert finding.state is (State.FAIL if name.endswith("in no index") else State.WARN)
     assert finding.advice
     assert "PREFIX" not in finding.advice
     others = {n for d, n, _ in BROKEN if d is damage}
