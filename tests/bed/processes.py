@@ -7,24 +7,20 @@ import os
 import re
 import secrets
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from prelay_api.config import ApiConfig
 from prelay_queue.settings import QueueSettings, QueueTimes
 from prelay_worker.config import NullModel, Role, WorkerConfig
 
+from .forks import Fork, wait
 from .http import get
-from .servers import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,50 +35,48 @@ class Process:
         self.kind = kind
         self._log = tempfile.NamedTemporaryFile(prefix=f"bed-{kind}-", suffix=".log")  # noqa: SIM115 - see close
         self._said = ""
-        payload = orjson.dumps(asdict(config), default=str).decode()
-        environment = {**os.environ, "PRELAY_FAULTS": faults, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.bed.processes", kind, payload],
-            cwd=ROOT, env=environment, stdout=self._log, stderr=self._log, preexec_fn=die_with_parent,
-        )  # fmt: skip
+        self._process = Fork(config, faults, Path(self._log.name))
 
     def __repr__(self) -> str:
-        return f"Process({self.kind}, pid={self.pid}, code={self._process.poll()})"
+        return f"Process({self.kind}, pid={self.pid}, code={self.code})"
 
     @property
     def pid(self) -> int:
+        assert self._process.pid is not None
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        return self._process.poll()
+        return self._process.exitcode
 
     @property
     def log(self) -> str:
         return self._said if self._log.closed else Path(self._log.name).read_text()
 
     def send(self, number: int) -> None:
-        self._process.send_signal(number)
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
+                os.kill(self.pid, number)
 
-    def wait(self, timeout_s: float = 15) -> int:
-        return self._process.wait(timeout_s)
+    def wait(self, timeout_s: float = 15) -> int | None:
+        """Wait for its end and return the exit code; None when it does not come."""
+        wait(self._process, timeout_s)
+        return self.code
 
     def kill(self) -> None:
         """SIGKILL, also for one that is stopped."""
-        if self.code is None:
-            self.send(signal.SIGKILL)
-        self._process.wait(10)
+        self.send(signal.SIGKILL)
+        assert self.wait(10) is not None
 
     def stop(self, timeout_s: float = 15) -> int:
         """SIGTERM and wait for the exit code. One that stays is killed, and 137 is returned."""
-        if self.code is None:
-            self.send(signal.SIGCONT)
-            self.send(signal.SIGTERM)
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGTERM)
+        code = self.wait(timeout_s)
+        if code is None:
             self.kill()
             return 137
+        return code
 
     def close(self) -> None:
         """End it and close its log, which can be read on."""
@@ -197,30 +191,3 @@ def fast_times(**changes: int) -> QueueTimes:
 
 def new_fleet_name() -> str:
     return secrets.token_hex(6)
-
-
-def _queue(data: dict[str, Any]) -> QueueSettings:
-    return QueueSettings(**{**data, "times": QueueTimes(**data["times"])})
-
-
-def _main(kind: str, payload: str) -> int:
-    data = orjson.loads(payload)
-    data.update(queue=_queue(data["queue"]), model=Path(data["model"]))
-    if kind == "api":
-        from prelay_api.main import run
-
-        return run(ApiConfig(**data))
-    null = data["null"]
-    data.update(role=Role(kind), null=NullModel(**{**null, "eos_ids": tuple(null["eos_ids"])}))
-    config = WorkerConfig(**data)
-    if kind == "prefill":
-        from prelay_prefill.main import run as run_worker
-    elif kind == "decode":
-        from prelay_decode.main import run as run_worker
-    else:
-        from prelay_unified.main import run as run_worker
-    return run_worker(config)
-
-
-if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))

@@ -27,10 +27,10 @@ from prelay_queue.scripts import NewJob, text
 from prelay_queue.settings import QueueSettings, QueueTimes
 from prelay_worker.config import NullModel, Role, WorkerConfig
 from prelay_worker.null import null_token
+from tests.bed.child import encode
 from tests.bed.pools import NO_END, is_accounted, is_whole
 from tests.bed.processes import ROOT, until
 from tests.bed.servers import Server
-from tests.faults.child import encode
 from tests.faults.forked import Forked, WorkerProcess
 
 #: A second and a half where the product waits ten, and the rest in proportion.
@@ -312,7 +312,7 @@ def ended(fleet: Fleet) -> Iterator[Fleet]:
 def start_exec(config: WorkerConfig, faults: str = "") -> subprocess.Popen[bytes]:
     """Start a worker as the product does, by exec."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.child", encode(config)],
+        [sys.executable, "-m", "tests.bed.child", "worker", encode(config)],
         cwd=ROOT,
         env={**os.environ, "PRELAY_FAULTS": faults},
     )

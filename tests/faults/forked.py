@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import re
 import signal
-import threading
-import time
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 from prelay_api.config import ApiConfig
 from prelay_worker.config import WorkerConfig
-from tests.faults.child import encode, serve_forked
+from tests.bed.forks import Child, Fork, wait
 
-#: Starting a process polls all others of this interpreter: with fleets in several threads an exit code would be lost.
-_lock = threading.RLock()
-_fork = multiprocessing.get_context("forkserver")
-_fork.set_forkserver_preload(
-    [
-        "tests.faults.child",
-        *(f"prelay_{part}.main" for part in ("prefill", "decode", "unified", "api")),
-    ]
-)
 _numbers = itertools.count()
-
-
-class Child(Protocol):
-    """What is asked of a started process."""
-
-    @property
-    def pid(self) -> int | None: ...
-    @property
-    def exitcode(self) -> int | None: ...
 
 
 class Forked(ABC):
@@ -51,11 +29,7 @@ class Forked(ABC):
         self._process = self._start(config, faults)
 
     def _start(self, config: WorkerConfig | ApiConfig, faults: str) -> Child:
-        entry = "api" if isinstance(config, ApiConfig) else "worker"
-        process = _fork.Process(target=serve_forked, args=(encode(config), faults, str(self.log_path), entry))
-        with _lock:
-            process.start()
-        return process
+        return Fork(config, faults, self.log_path)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.log_path.stem}, pid={self.pid}, code={self.code})"
@@ -72,8 +46,7 @@ class Forked(ABC):
 
     @property
     def code(self) -> int | None:
-        with _lock:
-            return self._process.exitcode
+        return self._process.exitcode
 
     @property
     def log(self) -> str:
@@ -103,10 +76,7 @@ class Forked(ABC):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end; False when it does not come."""
-        deadline = time.monotonic() + timeout_s
-        while self.code is None and time.monotonic() < deadline:
-            time.sleep(0.03)
-        return self.code is not None
+        return wait(self._process, timeout_s)
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)

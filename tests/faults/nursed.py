@@ -17,9 +17,9 @@ from prelay.nursery import modules_for
 from prelay.nursery_process import MESSAGE_BYTES
 from prelay_api.config import ApiConfig
 from prelay_worker.config import WorkerConfig
+from tests.bed.child import encode
 from tests.bed.processes import ROOT
 from tests.bed.servers import die_with_parent
-from tests.faults.child import encode
 from tests.faults.forked import WorkerProcess
 
 
@@ -52,7 +52,7 @@ class Nursery:
         self._link.settimeout(60)
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._send({"entry": "tests.faults.child:serve_nursed", "modules": modules_for(model)})
+        self._send({"entry": "tests.bed.child:serve_nursed", "modules": modules_for(model)})
         assert self._hear() == {"ready": True}
 
     def fork(self, config: WorkerConfig, faults: str, log: Path) -> Fork:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from prelay_queue.settings import QueueSettings
 from prelay_queue.state import State
 from prelay_worker.config import NullModel, Role
 from tests.bed.chain import Listener, check_stream, stream
+from tests.bed.child import encode
 from tests.bed.http import client_of, get, post
 from tests.bed.processes import ROOT, Api, Fleet, until, until_ready
 from tests.bed.scripted import ScriptedWorker
@@ -146,8 +147,7 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_exit(new_fleet: Fleet)
 
 
 def start(config: ApiConfig) -> subprocess.CompletedProcess[str]:
-    payload = orjson.dumps(asdict(config), default=str).decode()
-    command = [sys.executable, "-m", "tests.bed.processes", "api", payload]
+    command = [sys.executable, "-m", "tests.bed.child", "api", encode(config)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=os.environ, check=False)
 
 

@@ -1,6 +1,6 @@
 """One null worker, or API, as a process: its configuration is one JSON argument. Imports no more than it needs.
 
-python -m tests.faults.child '{"role": "decode", …}'
+python -m tests.bed.child worker '{"role": "decode", …}'
 """
 
 from __future__ import annotations
@@ -89,4 +89,4 @@ def serve_nursed(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(sys.argv[1]))
+    sys.exit({"api": serve_api, "worker": serve}[sys.argv[1]](sys.argv[2]))
