@@ -198,4 +198,4 @@ def test_random_histories_of_batches_keep_the_promises(machine_server: Server) -
 
 @pytest.mark.slow
 def test_many_random_histories_of_batches_keep_the_promises(machine_server: Server) -> None:
-    _run(machine_server, examples=400, steps=50)
+    _run(machine_server, examples=120, steps=50)
