@@ -187,7 +187,8 @@ class Session:
     def whole(self) -> bytes:
         """The body of an answer that is not streamed; only once all choices have ended well."""
         answers = [choice.answer for choice in self.choices]
-        return whole_body(self._links.tokenizer, [choice.form for choice in self.choices], answers)
+        body, _ = whole_body(self._links.tokenizer, [choice.form for choice in self.choices], answers)
+        return body
 
     def cursor(self) -> str:
         """Where the client stands, for each choice."""

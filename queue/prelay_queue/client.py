@@ -69,6 +69,16 @@ def _eval(call: Call[Any]) -> tuple[Any, ...]:
     return ("EVAL", source(call.name), 1, call.prefix, *call.args)
 
 
+def _decoded(call: Call[Any], answer: Any) -> Any:
+    """The answer to one call of several; what was refused of it as the error."""
+    if isinstance(answer, Exception):
+        return translate(answer)
+    try:
+        return call.decode(answer)
+    except QueueError as error:  # refused by the script itself
+        return error
+
+
 #: RESP2: redis-py's RESP3 turns its own check for dirty connections off. The driver's name and version are looked up
 #: once: it would read its own package's metadata again for each connection.
 _COMMON: dict[str, Any] = {
@@ -153,7 +163,7 @@ class SyncQueue:
         if any(isinstance(answer, NoScriptError) for answer in answers):
             # Scripts are idempotent, so the whole batch is simply sent again, in order.
             answers = self._pipeline_once([_eval(call) for call in calls])
-        return [translate(a) if isinstance(a, Exception) else c.decode(a) for c, a in zip(calls, answers, strict=True)]
+        return [_decoded(call, answer) for call, answer in zip(calls, answers, strict=True)]
 
     def _pipeline_once(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self.redis.pipeline(transaction=False) as pipe:

@@ -62,6 +62,15 @@ def serve_api(raw: str) -> int:
     return run(ApiConfig(**{**data, "queue": _queue(data["queue"]), "model": Path(data["model"])}))
 
 
+def serve_batches(raw: str) -> int:
+    from prelay_batch.config import BatchConfig
+    from prelay_batch.main import run
+
+    data: dict[str, Any] = orjson.loads(raw)
+    folders = {name: Path(data[name]) for name in ("model", "files_dir")}
+    return run(BatchConfig(**{**data, **folders, "queue": _queue(data["queue"])}))
+
+
 def serve_forked(raw: str, faults: str, log: str, kind: str = "worker") -> None:
     """Serve in a child of a fork server, which has imported everything: a worker then starts in milliseconds."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -73,7 +82,7 @@ def serve_forked(raw: str, faults: str, log: str, kind: str = "worker") -> None:
     failpoints.arm(faults)
     code = 1
     try:
-        code = serve_api(raw) if kind == "api" else serve(raw)
+        code = {"api": serve_api, "batch": serve_batches, "worker": serve}[kind](raw)
     finally:
         logging.shutdown()
         sys.stderr.flush()

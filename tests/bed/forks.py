@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from prelay_api.config import ApiConfig
+from prelay_batch.config import BatchConfig
 from prelay_worker.config import WorkerConfig
 from tests.bed.child import encode, serve_forked
 
@@ -17,7 +18,7 @@ _lock = threading.RLock()
 _context = multiprocessing.get_context("forkserver")
 #: The server belongs to this whole process, and reads the list when it makes its first fork: there is only this one.
 _context.set_forkserver_preload(
-    ["tests.bed.child", *(f"prelay_{part}.main" for part in ("prefill", "decode", "unified", "api"))]
+    ["tests.bed.child", *(f"prelay_{part}.main" for part in ("prefill", "decode", "unified", "batch", "api"))]
 )
 
 
@@ -33,8 +34,8 @@ class Child(Protocol):
 class Fork:
     """A child of the fork server."""
 
-    def __init__(self, config: WorkerConfig | ApiConfig, faults: str, log: Path) -> None:
-        entry = "api" if isinstance(config, ApiConfig) else "worker"
+    def __init__(self, config: WorkerConfig | ApiConfig | BatchConfig, faults: str, log: Path) -> None:
+        entry = "api" if isinstance(config, ApiConfig) else "batch" if isinstance(config, BatchConfig) else "worker"
         self._process = _context.Process(target=serve_forked, args=(encode(config), faults, str(log), entry))
         with _lock:
             self._process.start()

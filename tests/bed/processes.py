@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prelay_api.config import ApiConfig
+from prelay_batch.config import BatchConfig
 from prelay_queue.settings import QueueSettings, QueueTimes
 from prelay_worker.config import NullModel, Role, WorkerConfig
 
@@ -31,7 +32,7 @@ NULL = NullModel()
 class Process:
     """A child with its output in a file. `stop` waits for its end, and says so when it does not end well."""
 
-    def __init__(self, kind: str, config: ApiConfig | WorkerConfig, faults: str = "") -> None:
+    def __init__(self, kind: str, config: ApiConfig | WorkerConfig | BatchConfig, faults: str = "") -> None:
         self.kind = kind
         self._log = tempfile.NamedTemporaryFile(prefix=f"bed-{kind}-", suffix=".log")  # noqa: SIM115 - see close
         self._said = ""
@@ -126,6 +127,13 @@ class Fleet:
     ) -> Process:
         config = WorkerConfig(role, self.queue, self.model, kv_blocks=blocks, null=null)
         process = Process(role, replace(config, **changes), faults)
+        self.processes.append(process)
+        process.wait_for("is ready")
+        return process
+
+    def batch_worker(self, files_dir: Path, faults: str = "", **changes: Any) -> Process:
+        config = BatchConfig(self.queue, "", self.model, "null", files_dir)
+        process = Process("batch", replace(config, **changes), faults)
         self.processes.append(process)
         process.wait_for("is ready")
         return process

@@ -2,7 +2,7 @@
 
 An input line is `{"custom_id", "method": "POST", "url", "body"}`, OpenAI's form. A refusal names the field, the limit
 and the value, and concerns its line only. Output and error lines have OpenAI's form too; their `id` ends with the
-number of the input line, counted from 0.
+number of the input line, counted from 0; they come without their line break.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ def doubled(custom_id: str) -> Refusal:
 
 
 def answer_line(batch_id: str, number: int, custom_id: str, request_id: str, body: bytes) -> bytes:
-    """A line of the output file, with its line break. `body` is the whole answer, JSON."""
+    """A line of the output file. `body` is the whole answer, JSON."""
     return _line(batch_id, number, custom_id, _response(200, request_id, body), None)
 
 
 def refusal_line(batch_id: str, number: int, refusal: Refusal, request_id: str) -> bytes:
-    """A line of the error file, with its line break."""
+    """A line of the error file."""
     if refusal.status:
         response = _response(refusal.status, request_id, refusal.body)
         return _line(batch_id, number, refusal.custom_id, response, None)
@@ -126,8 +126,7 @@ def _line(
     batch_id: str, number: int, custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None
 ) -> bytes:
     name = f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
-    line = {"id": name, "custom_id": custom_id, "response": response, "error": error}
-    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+    return orjson.dumps({"id": name, "custom_id": custom_id, "response": response, "error": error})
 
 
 class _BadLineError(Exception):

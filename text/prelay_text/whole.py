@@ -62,14 +62,15 @@ def _tier(asked: str | None) -> str | None:
     return "default" if asked == "auto" else asked
 
 
-def whole_body(tokenizer: Tokenizer, forms: Sequence[Form], answers: Sequence[Answer]) -> bytes:
-    """The body of a request whose choices have all ended well, in the order of their index.
+def whole_body(tokenizer: Tokenizer, forms: Sequence[Form], answers: Sequence[Answer]) -> tuple[bytes, Usage]:
+    """The body of a request whose choices have all ended well, in the order of their index; and the usage in it.
 
     Raise BadMessageError when a note is none, or is missing where logprobs are asked for.
     """
     shown = [_choice(tokenizer, index, forms[at], answers[at]) for index, at in enumerate(best(forms, answers))]
     tokens = sum(len(answer.ids) for answer in answers)
-    return forms[0].renderer.answer(shown, usage_of(forms, (answer.first_note for answer in answers), tokens))
+    usage = usage_of(forms, (answer.first_note for answer in answers), tokens)
+    return forms[0].renderer.answer(shown, usage), usage
 
 
 def best(forms: Sequence[Form], answers: Sequence[Answer]) -> list[int]:

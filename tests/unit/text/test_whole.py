@@ -100,7 +100,7 @@ def test_a_whole_answer_is_what_its_stream_adds_up_to(data: st.DataObject, body:
     except RequestError:
         return
     answers = [answer(data, tokenizer, form) for form in forms]
-    found = orjson.loads(whole_body(tokenizer, forms, answers))
+    found = orjson.loads(whole_body(tokenizer, forms, answers)[0])
     groups = len(forms) // forms[0].candidates
     assert [choice["index"] for choice in found["choices"]] == list(range(groups * forms[0].n))
     usage = found["usage"]
@@ -131,7 +131,7 @@ def test_of_candidates_the_likeliest_are_shown_and_all_are_counted() -> None:
         Answer([40 + at], [Note(TokenLogprobs(each, 1)).encode()], FinishReason.LENGTH)
         for at, each in enumerate(likely)
     ]
-    found = orjson.loads(whole_body(tokenizer, forms, answers))
+    found = orjson.loads(whole_body(tokenizer, forms, answers)[0])
     texts = [tokenizer.decode([40 + at]) for at in (1, 3)]
     assert [choice["text"] for choice in found["choices"]] == texts
     assert found["usage"]["completion_tokens"] == 6
@@ -140,7 +140,7 @@ def test_of_candidates_the_likeliest_are_shown_and_all_are_counted() -> None:
 def test_of_a_prompt_alone_no_answer_is_shown_or_counted() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     forms = forms_of(tokenizer, {"model": "m", "prompt": "the dog", "max_tokens": 0, "echo": True})
-    found = orjson.loads(whole_body(tokenizer, forms, [Answer([50], (), FinishReason.STOP)]))
+    found = orjson.loads(whole_body(tokenizer, forms, [Answer([50], (), FinishReason.STOP)])[0])
     assert found["choices"][0] == {"index": 0, "text": "the dog", "logprobs": None, "finish_reason": "length"}
     assert found["usage"]["completion_tokens"] == 0
 
@@ -149,5 +149,5 @@ def test_of_a_prompt_alone_no_answer_is_shown_or_counted() -> None:
 def test_the_tier_that_is_told_is_never_auto(asked: str, told: str) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "service_tier": asked}
     forms = forms_of(TOKENIZERS["byte_level"], body)
-    found = orjson.loads(whole_body(TOKENIZERS["byte_level"], forms, [Answer([50], (), FinishReason.STOP)]))
+    found = orjson.loads(whole_body(TOKENIZERS["byte_level"], forms, [Answer([50], (), FinishReason.STOP)])[0])
     assert found["service_tier"] == told
