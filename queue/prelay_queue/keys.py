@@ -29,6 +29,8 @@ job:<id>            hash     one job (one choice). Fields:
                                cr   crashes in company   ca   crashes while alone     cs  `nx` at the last crash
                                rs:<ep>  the resume with which epoch <ep> began
                                fin  finish reason        err  error body (JSON)       end  end time, server ms
+                               tl   history for people (history.py): `<server ms> <state> <epoch> <tokens> <worker or ->
+                                    [why]` for each state it came to, the last 64 lines
                              PEXPIRE after the end (retention).
 log:<id>            stream   the answer. Entry `<epoch>-<seq>`, field t = token id (and x = its note, note.py); the last
                              entry has f = finish reason (and e = error) at seq = number of tokens. PEXPIRE after
@@ -55,7 +57,9 @@ apis                zset     API processes; score = server ms at which one was l
 ctl:<worker>        stream   control of one worker: field c = JSON command. MAXLEN ~ 1000, EXPIRE 60 s
 worker:<worker>     string   heartbeat, JSON (by `beat`); PX 15000
 workers             zset     incarnations by last heartbeat, server ms
-dead                stream   dead letters, MAXLEN ~ 10000
+dead                stream   dead letters, MAXLEN ~ 1000: id, why, vw as above, and spec, '' if beyond 64 KiB
+restarts            stream   for people: attempts that did not end their job, MAXLEN ~ 1000: id, ep, st (where it was),
+                             ow, why, and lost: emitted tokens that were discarded
 batch:<id>          hash     one batch (a file of requests). Its lines are jobs like any other. Fields:
                                rec  what was asked, JSON (opaque here)
                                st   status (batches.py)
@@ -144,6 +148,10 @@ class Keys:
     @property
     def dead(self) -> str:
         return f"{self.prefix}dead"
+
+    @property
+    def restarts(self) -> str:
+        return f"{self.prefix}restarts"
 
     def batch(self, batch_id: str) -> str:
         return f"{self.prefix}batch:{batch_id}"

@@ -257,7 +257,7 @@ class NullFleet:
             names = [text(name) for name in self.redis.zrange(raw, 0, -1)]
             assert {name.split(":")[1] for name in names} <= dead, f"{names}\n{self.logs()}"
         else:  # apis that are dead: the sweep after the grace takes them out
-            assert kind in ("domains", "apis", "dead", "drain"), key
+            assert kind in ("domains", "apis", "dead", "drain", "restarts"), key
 
     def finish(self, timeout_s: float = 40) -> None:
         """Wait for all jobs and check everything."""

@@ -153,6 +153,8 @@ class Pair:
 
     def _plain_fields(self, desk: Desk, fields: dict[str, str]) -> dict[str, str]:
         plain = {name: value for name, value in fields.items() if name not in TIMES}
+        if "tl" in plain:
+            plain["tl"] = "\n".join(line.partition(" ")[2] for line in plain["tl"].split("\n"))
         if "si" in plain:
             plain["si"] = self._name(desk, plain["sk"], plain["si"])
         if "ce" in plain:

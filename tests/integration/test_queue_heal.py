@@ -185,7 +185,7 @@ def test_nothing_is_left_of_many_jobs_but_streams_and_their_groups(desk: Desk) -
     for i in range(6):
         desk.backend.forget(f"r/{i}")
     left = desk.look()
-    assert {key for key in left.names() if not key.startswith("work:")} == {"domains", "apis", "drain"}
+    assert {key for key in left.names() if not key.startswith("work:")} == {"domains", "apis", "drain", "restarts"}
     assert desk.waiting() == {}
 
 

@@ -87,7 +87,18 @@ def test_after_two_crashes_in_company_a_job_runs_alone_and_two_more_end_it(desk:
     assert (view.state, view.reason, view.error) == ("done", "error", '{"code":"crashed"}')
     assert ends(desk) == [EndedEvent(JOB, 4, 4, "error", '{"code":"crashed"}')]
     ((_, letter),) = desk.entries(desk.keys.dead)
-    assert letter == {"id": JOB, "why": "2 crashes in company, 2 alone"}
+    assert letter == {
+        "id": JOB, "why": "2 crashes in company, 2 alone", "spec": new_job().spec.encode().decode(), "vw": "",
+    }  # fmt: skip
+
+
+def test_a_dead_letter_does_not_keep_a_job_that_is_too_long(desk: Desk) -> None:
+    desk.submit(new_job(prompt=range(100_000, 110_000)))
+    for epoch in (1, 2, 3, 4):
+        run_to_decode(desk, epoch)
+        desk.crash()
+    ((_, letter),) = desk.entries(desk.keys.dead)
+    assert (letter["id"], letter["spec"]) == (JOB, "")
 
 
 def test_the_entry_of_a_job_that_must_run_alone_says_so(desk: Desk) -> None:

@@ -59,8 +59,20 @@ local function join_waiting(id)
   add_waiting(v[1], 1, tonumber(v[2]))
 end
 
--- Move a job between states and keep it in exactly one swept index. `from` is '' for a job that is new.
-local function enter(id, from, to, score)
+-- A line of the job's history (keys.py, `tl`): it is in the state `to` from now on.
+local HISTORY_LINES = 64
+local function note_step(id, to, why)
+  local v = redis.call('HMGET', jobkey(id), 'tl', 'ep', 'nx', 'ow')
+  local worker = v[4] and v[4] ~= '' and v[4] or '-'
+  local history = (v[1] and v[1] .. '\n' or '') .. table.concat({ now_ms(), to, v[2], v[3], worker, why }, ' ')
+  local _, breaks = string.gsub(history, '\n', '\n')
+  if breaks >= HISTORY_LINES then history = string.match(history, '^[^\n]*\n(.*)$') end
+  redis.call('HSET', jobkey(id), 'tl', history)
+end
+
+-- Move a job between states and keep it in exactly one swept index. `from` is '' for a job that is new. `why` is for
+-- those who look at its history.
+local function enter(id, from, to, score, why)
   if to == 'queued' then note_wait() end
   if SWEPT[from] and SWEPT[from] ~= SWEPT[to] then redis.call('ZREM', P .. SWEPT[from], id) end
   if SWEPT[to] then redis.call('ZADD', P .. SWEPT[to], score, id) end
@@ -68,6 +80,7 @@ local function enter(id, from, to, score)
   if to == 'queued' then join_waiting(id) end
   if to == 'prefill' then redis.call('HSETNX', jobkey(id), 'cl', now_ms()) end
   redis.call('HSET', jobkey(id), 'st', to)
+  note_step(id, to, why)
 end
 
 -- Collect live events per API process, and flush them with one XADD each. A quiet viewer, whose name begins with `~`, only
@@ -191,7 +204,7 @@ local function conclude(id, from, ep, reason, err)
   unpush(id)
   release_export(id)
   if from ~= 'queued' then note_end(id) end
-  enter(id, from, 'done', 0)
+  enter(id, from, 'done', 0, reason)
   redis.call('ZREM', P .. 'deadlines', id)
   redis.call('HSET', jobkey(id), 'fin', reason, 'err', err, 'end', now_ms())
   redis.call('HDEL', jobkey(id), 'spec')
@@ -211,10 +224,12 @@ local function abandon(id, st, ep, ow, reason)
   conclude(id, st, ep, reason, '')
 end
 
--- Begin the next attempt at step 1, keeping the tokens below `resume`.
-local function restart(id, from, ep, resume)
+-- Begin the next attempt at step 1, keeping the tokens below `resume`. `why`: nobody gave the last one up.
+local function restart(id, from, ep, resume, why)
   local nx = number(id, 'nx')
   if resume < 0 or resume > nx then resume = nx end
+  redis.call('XADD', P .. 'restarts', 'MAXLEN', '~', 1000, '*', 'id', id, 'ep', ep, 'st', from,
+    'ow', field(id, 'ow') or '', 'why', why or field(id, 'why') or '', 'lost', nx - resume)
   if resume < nx then
     local doomed = {}
     for _, e in ipairs(redis.call('XREVRANGE', logkey(id), '+', '-', 'COUNT', nx - resume)) do
@@ -231,7 +246,7 @@ local function restart(id, from, ep, resume)
     conclude(id, from, nep, 'length', '')
     return nep, resume
   end
-  enter(id, from, 'queued', now_ms())
+  enter(id, from, 'queued', now_ms(), why)
   push(id, 'prefill', 'r')
   return nep, resume
 end

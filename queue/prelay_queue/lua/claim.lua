@@ -30,8 +30,8 @@ if st and not mine and v[4] == stream and v[5] == entry then
   if tonumber(v[7]) > protocol then put_back('n') return { 'newer' } end
   if not place then put_back('r') return { 'back' } end
   unpush(id)
-  enter(id, st, to, now_ms() + lease)
   redis.call('HSET', jobkey(id), 'ow', ow, 'ce', claimed)
+  enter(id, st, to, now_ms() + lease)
   if number(id, 'wp') == ep then control(ow, 'preempt', id, ep) end  -- asked of the owner before
 elseif not mine then
   drop_entry()

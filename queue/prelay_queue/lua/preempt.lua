@@ -11,7 +11,7 @@ release_export(id)
 redis.call('HINCRBY', jobkey(id), 'pe', 1)
 if string.sub(reason, 1, 9) == 'hand-over' then redis.call('HINCRBY', jobkey(id), 'hf', 1) end
 redis.call('HSET', jobkey(id), 'why', reason)
-enter(id, st, 'preempted', now_ms())
+enter(id, st, 'preempted', now_ms(), reason)
 tell(id, { 'p', id, ep, reason })
 flush()
 return 'ok'

@@ -13,6 +13,8 @@ if latest > 0 and now > latest then return { reaped, requeued, pushed, dead, aba
 
 -- Crashes of all kinds after which a job is given up: one that gets a little further each time must end too.
 local MAX_CRASHES = 8
+-- A dead letter has its job, to be tried again, if that is no longer.
+local LETTER_BYTES = 65536
 
 local function due(index, before)
   return redis.call('ZRANGEBYSCORE', P .. index, '-inf', before, 'LIMIT', 0, limit)
@@ -33,12 +35,14 @@ for _, id in ipairs(due('leases', now)) do
     end
     local company, alone = number(id, 'cr'), number(id, 'ca')
     if alone >= max_alone or company + alone >= MAX_CRASHES then
+      local spec, form = field(id, 'spec'), field(id, 'vw')
       conclude(id, v[1], ep, 'error', dead_error)
       local why = company .. ' crashes in company, ' .. alone .. ' alone'
-      redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 10000, '*', 'id', id, 'why', why)
+      local kept = spec and #spec <= LETTER_BYTES and spec or ''
+      redis.call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'id', id, 'why', why, 'spec', kept, 'vw', form or '')
       table.insert(dead, id)
     else
-      restart(id, v[1], ep, -1)
+      restart(id, v[1], ep, -1, 'lease ended')
       table.insert(reaped, id)
     end
   end
@@ -48,7 +52,7 @@ end
 for _, id in ipairs(due('preempted', now - grace)) do
   local v = redis.call('HMGET', jobkey(id), 'st', 'ep')
   if v[1] == 'preempted' then
-    restart(id, v[1], tonumber(v[2]), -1)
+    restart(id, v[1], tonumber(v[2]), -1, 'no relay')
     table.insert(requeued, id)
   else
     redis.call('ZREM', P .. 'preempted', id)

@@ -35,7 +35,7 @@ end
 local function look_after(id, ep, stream, entry)
   local stage, since = string.match(stream, '}:work:(.*):[^:]+:[rn]$'), tonumber(string.match(entry, '^%d+'))
   if now - since > stranded_ms and stranded(string.match(stage, '^decode:(.*)$')) then
-    restart(id, 'staged', ep, -1)
+    restart(id, 'staged', ep, -1, 'no decode worker')
     return 'release'
   end
   -- Its entry was lost (XTRIM, DEL): it is offered again.

@@ -49,6 +49,7 @@ class Job:
     error: str | None = None
     ended_ms: int | None = None
     expires_ms: int | None = None
+    history: list[str] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -82,6 +83,7 @@ class Job:
             "wp": self.unwanted, "pe": self.preemptions, "why": self.why, "hf": self.failed_handovers or None,
             "cr": self.crashes, "ca": self.crashes_alone, "cs": self.crashed_at,
             "fin": self.reason, "err": self.error, "end": self.ended_ms,
+            "tl": "\n".join(self.history),
             **{f"rs:{epoch}": count for epoch, count in self.resumes.items()},
         }  # fmt: skip
         return {name: str(value) for name, value in found.items() if value is not None}

@@ -30,7 +30,8 @@ DRAIN_KEPT_MS = 3_600_000
 UNKNOWN_MS, MOST_MS = 2_000, 600_000
 #: Nobody is told longer than so many times what the queue of his class takes.
 HERD = 10
-LIVE_ENTRIES, CONTROL_ENTRIES, DEAD_LETTERS = 4096, 1000, 10_000
+LIVE_ENTRIES, CONTROL_ENTRIES, DEAD_LETTERS, RESTARTS = 4096, 1000, 1000, 1000
+HISTORY_LINES = 64
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Rules:
 
     # --- where a job is
 
-    def enter(self, job: Job, state: State, score_ms: int = 0) -> None:
+    def enter(self, job: Job, state: State, score_ms: int = 0, why: str = "") -> None:
         """A job that is not over is in exactly one swept index; one that is, in none."""
         if state is State.QUEUED:
             self.note_wait()
@@ -79,6 +80,8 @@ class Rules:
         if state in SWEPT_IN:
             self.data.index(SWEPT_IN[state])[job.id] = score_ms
         job.state = state
+        line = f"{self.now_ms} {state} {job.epoch} {len(job.log)} {job.owner or '-'}"
+        job.history = [*job.history, f"{line} {why}" if why else line][-HISTORY_LINES:]
 
     def push(self, job: Job, stage: str, kind: str) -> None:
         """Put a waiting job into a work stream; `kind` r goes before n."""
@@ -149,7 +152,7 @@ class Rules:
         self.release_export(job)
         if job.state is not State.QUEUED:
             self.note_end(job)
-        self.enter(job, State.DONE)
+        self.enter(job, State.DONE, why=reason)
         self.data.index("deadlines").pop(job.id, None)
         job.reason, job.error, job.ended_ms, job.spec = reason, error, self.now_ms, None
         job.expires_ms = self.now_ms + (KEYED_RETENTION_MS if job.key else RETENTION_MS)
@@ -158,8 +161,12 @@ class Rules:
             self.data.keyed[job.key] = request, digest, self.now_ms + KEYED_RETENTION_MS
         self.tell(job, "e", job.epoch, len(job.log), reason, error)
 
-    def restart(self, job: Job, resume: int) -> None:
+    def restart(self, job: Job, resume: int, why: str = "") -> None:
         """The next attempt begins at step 1. The tokens below `resume` stand, -1: all; those after are gone."""
+        lost = len(job.log) - resume if 0 <= resume < len(job.log) else 0
+        told = {"id": job.id, "ep": str(job.epoch), "st": str(job.state), "ow": job.owner}
+        told |= {"why": why or job.why or "", "lost": str(lost)}
+        self.data.streams.setdefault(self.keys.restarts, Stream()).add(self.now_ms, told, RESTARTS)
         if 0 <= resume < len(job.log):
             del job.log[resume:]
         self.unpush(job)
@@ -171,7 +178,7 @@ class Rules:
         if len(job.log) >= job.max_tokens:
             self.conclude(job, "length")
             return
-        self.enter(job, State.QUEUED, self.now_ms)
+        self.enter(job, State.QUEUED, self.now_ms, why)
         self.push(job, "prefill", "r")
 
     def abandon(self, job: Job, reason: str = "cancelled") -> None:

@@ -16,6 +16,8 @@ from .rules import DEAD_LETTERS, LIVE_ENTRIES, MAX_CRASHES, Rules
 
 #: A key outlives any answer by this.
 KEYED_RUN_MS = 604_800_000
+#: A dead letter has its job if that is no longer.
+LETTER_BYTES = 65_536
 
 
 def stage_of(key: str) -> str:
@@ -164,8 +166,8 @@ class Execution(Rules):
                 self.push(job, stage_of(key), "n" if newer else "r")
                 return ("newer",) if newer else ("back",)
             self.unpush(job)
-            self.enter(job, TRANSITIONS[job.state, Event.CLAIM], self.now_ms + lease_ms)
             job.owner, job.claimed = owner, f"{key} {entry}"
+            self.enter(job, TRANSITIONS[job.state, Event.CLAIM], self.now_ms + lease_ms)
             if job.unwanted == job.epoch:
                 self.control(owner, "preempt", job, job.epoch)
         return (
@@ -221,7 +223,7 @@ class Execution(Rules):
         job.preemptions += 1
         job.why = reason
         job.failed_handovers += reason.startswith("hand-over")
-        self.enter(job, State.PREEMPTED, self.now_ms)
+        self.enter(job, State.PREEMPTED, self.now_ms, reason)
         self.tell(job, "p", epoch, reason)
         return "ok"
 
@@ -267,7 +269,7 @@ class Execution(Rules):
         key, entry = job.place
         waited_ms = self.now_ms - int(entry.partition("-")[0])
         if waited_ms > stranded_ms and self._stranded(domain_of(key)):
-            self.restart(job, -1)
+            self.restart(job, -1, "no decode worker")
             return "release"
         if self.entry_is_lost(job):
             self.push(job, stage_of(key), "r")
@@ -314,20 +316,23 @@ class Execution(Rules):
                     job.crashes += 1
                 job.crashed_at = len(job.log)
             if job.crashes_alone >= max_alone or job.crashes + job.crashes_alone >= MAX_CRASHES:
+                spec = job.spec or ""
                 self.conclude(job, "error", error)
                 why = f"{job.crashes} crashes in company, {job.crashes_alone} alone"
                 letters = self.data.streams.setdefault(self.keys.dead, Stream())
-                letters.add(self.now_ms, {"id": job.id, "why": why}, DEAD_LETTERS)
+                kept = spec if len(spec.encode()) <= LETTER_BYTES else ""
+                letter = {"id": job.id, "why": why, "spec": kept, "vw": job.form}
+                letters.add(self.now_ms, letter, DEAD_LETTERS)
                 dead.append(job.id)
             else:
-                self.restart(job, -1)
+                self.restart(job, -1, "lease ended")
                 reaped.append(job.id)
         return reaped, dead
 
     def _reap_preempted(self, limit: int, before_ms: int) -> list[str]:
         jobs = self._due("preempted", before_ms, limit)
         for job in jobs:
-            self.restart(job, -1)
+            self.restart(job, -1, "no relay")
         return [job.id for job in jobs]
 
     def _reap_queued(self, limit: int, before_ms: int) -> list[str]:
