@@ -21,9 +21,10 @@ from . import description
 from .access import RequireKey
 from .admission import on_busy
 from .errors import BodyTooLarge
+from .local import LocalAdmin
 from .outcome import FULL, INTERNAL, UNAVAILABLE, Failure, refused
 from .replies import failed
-from .routes import admin, completions, health, models, streams, tokenize
+from .routes import admin, completions, dead, health, models, streams, tokenize
 from .service import Service
 from .unserved import reason
 
@@ -52,7 +53,9 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(HeadIsGet)
     if service.config.api_keys:
         app.add_middleware(RequireKey, keys=service.config.api_keys)
-    for part in (completions, streams, tokenize, models, health, admin):
+    else:
+        app.add_middleware(LocalAdmin)
+    for part in (completions, streams, tokenize, models, health, admin, dead):
         app.include_router(part.router)
     _add_handlers(app)
     description.describe(app, service.config)

@@ -40,9 +40,16 @@ OPERATIONS = [
     ("GET", "/health/live"),
     ("GET", "/health/ready"),
     ("GET", "/health"),
+    ("GET", "/admin/overview"),
     ("GET", "/admin/workers"),
+    ("POST", "/admin/workers/{worker}/drain"),
+    ("GET", "/admin/jobs"),
     ("GET", "/admin/jobs/{request_id}"),
     ("POST", "/admin/jobs/{request_id}/preempt"),
+    ("POST", "/admin/jobs/{request_id}/cancel"),
+    ("GET", "/admin/dead"),
+    ("POST", "/admin/dead/{letter_id}/retry"),
+    ("DELETE", "/admin/dead/{letter_id}"),
 ]
 
 CHECKS = [
