@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,16 @@ from xdist.scheduler import LoadScopeScheduling
 
 from prelay_engine.demo import default_cache, fetch_demo
 from prelay_engine.errors import DemoError
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported here stays. The collector never looks at it: some tests collect, to see that nothing is left."""
+    gc.disable()
+    yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from prelay.statedir import socket_path
 from prelay_kv.shm import sweep
 from tests.bed.ports import free_port
 
+from .http import get
 from .pools import is_accounted, is_whole, left_in
 from .processes import until
 
@@ -53,14 +54,14 @@ class Serving:
         def ready() -> bool:
             assert self.process.poll() is None, f"prelay serve ended with {self.process.returncode}:\n{self.log}"
             with contextlib.suppress(httpx.TransportError):
-                return httpx.get(f"{self.url}/health/ready").status_code == 200
+                return get(f"{self.url}/health/ready", timeout=5).status_code == 200
             return False
 
         until(ready, timeout_s, every_s=0.1)
 
     def workers(self, role: str = "") -> list[dict[str, Any]]:
         """The live workers of a role, as the admin page lists them."""
-        listed = httpx.get(f"{self.url}/admin/workers", timeout=10).json()["workers"]
+        listed = get(f"{self.url}/admin/workers", timeout=10).json()["workers"]
         return [w for w in listed if role in ("", w["role"]) and not w["stale"]]
 
     def heard_anew(self, role: str) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from prelay_text.tokenizer import Tokenizer
+from tests.bed.http import post
 from tests.bed.serving import Serving
 
 from .client import Answer, stream, together
@@ -28,7 +28,7 @@ CHAT = {
 def whole(server: Serving, body: dict[str, Any]) -> dict[str, Any]:
     """The answer in one piece."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    reply = post(f"{server.url}{path}", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
 

@@ -6,10 +6,10 @@ import os
 import signal
 from pathlib import Path
 
-import httpx
 import pytest
 from openai import OpenAI
 
+from tests.bed.http import post
 from tests.bed.serving import Serving
 
 from .client import counted, stream
@@ -27,7 +27,7 @@ STORY = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_t
 
 def test_a_chat_streams_the_answer_that_the_whole_response_has(plain: Serving) -> None:
     streamed = stream(plain.url, CHAT)
-    whole = httpx.post(f"{plain.url}/v1/chat/completions", json=CHAT, timeout=60).json()
+    whole = post(f"{plain.url}/v1/chat/completions", json=CHAT, timeout=60).json()
 
     streamed.check()
     assert "Paris" in streamed.text
@@ -48,7 +48,7 @@ def test_the_official_client_streams_and_completes(plain: Serving) -> None:
 
 
 def test_the_request_id_is_the_header_and_the_body_id(plain: Serving) -> None:
-    response = httpx.post(f"{plain.url}/v1/completions", json={**STORY, "max_tokens": 2}, timeout=60)
+    response = post(f"{plain.url}/v1/completions", json={**STORY, "max_tokens": 2}, timeout=60)
 
     assert response.headers["x-request-id"] == response.json()["id"]
 

@@ -10,6 +10,7 @@ import httpx
 import orjson
 import pytest
 
+from tests.bed.http import get, post
 from tests.bed.serving import Serving
 
 from .client import Answer, counted, frames, reported, stream, together
@@ -40,7 +41,7 @@ def completion(**changes: Any) -> dict[str, Any]:
 
 def preempt(server: Serving, request: str) -> int:
     """Ask for a preempt; the status code."""
-    return httpx.post(f"{server.url}/admin/jobs/{request}/preempt", timeout=10).status_code
+    return post(f"{server.url}/admin/jobs/{request}/preempt", timeout=10).status_code
 
 
 def preempting_at(server: Serving, *tokens: int) -> Any:
@@ -101,7 +102,7 @@ def check_preempts_in_mid_stream(server: Serving, sampling: dict[str, Any]) -> N
 def test_preempts_neither_lose_nor_double_a_logprob(tight: Serving) -> None:
     """sglang#26510, here with penalties, whose counts a restart could lose too."""
     body = completion(**SEEDED, logprobs=5, repetition_penalty=1.2, frequency_penalty=0.5)
-    undisturbed = httpx.post(f"{tight.url}/v1/completions", json=body, timeout=60).json()
+    undisturbed = post(f"{tight.url}/v1/completions", json=body, timeout=60).json()
 
     answer = stream(tight.url, body, preempting_at(tight, 5, 15, 30))
 
@@ -114,11 +115,11 @@ def test_preempts_neither_lose_nor_double_a_logprob(tight: Serving) -> None:
 
 def test_a_prompt_s_logprobs_come_once_and_are_the_model_s(tight: Serving) -> None:
     body = completion(temperature=0, max_tokens=4, prompt_logprobs=1, logprobs=1)
-    choice = httpx.post(f"{tight.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    choice = post(f"{tight.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
     assert choice["prompt_logprobs"][0] is None
     # The first answer's token is the likeliest after the prompt; as part of a prompt it has the same figure.
     grown = completion(temperature=0, max_tokens=1, prompt_logprobs=0, prompt=body["prompt"] + choice["text"])
-    again = httpx.post(f"{tight.url}/v1/completions", json=grown, timeout=60).json()["choices"][0]["prompt_logprobs"]
+    again = post(f"{tight.url}/v1/completions", json=grown, timeout=60).json()["choices"][0]["prompt_logprobs"]
     place = len(choice["prompt_logprobs"])
     values = [found["logprob"] for each in again[1:] for found in each.values()]
     assert values[: place - 1] == [
@@ -143,7 +144,7 @@ def test_a_preempt_past_the_bound_still_evicts(tight: Serving) -> None:
 def test_a_preempted_whole_response_counts_once(tight: Serving) -> None:
     # The id of a whole response is known only at its end: the tight pool itself does the preempting here.
     bodies = [completion(temperature=0, prompt=f"{n} years after the flood, the largest city") for n in range(1, 9)]
-    with httpx.Client(base_url=tight.url, timeout=120) as client:
+    with httpx.Client(base_url=tight.url, timeout=120, verify=False) as client:
 
         def ask(body: dict[str, Any]) -> dict[str, Any]:
             answer: dict[str, Any] = client.post("/v1/completions", json=body).json()
@@ -163,12 +164,12 @@ def test_a_preempted_whole_response_counts_once(tight: Serving) -> None:
 
 def test_every_choice_survives_a_preempt_of_all(tight: Serving) -> None:
     body = completion(temperature=0.8, seed=11, n=3, max_tokens=24)
-    undisturbed = httpx.post(f"{tight.url}/v1/completions", json=body, timeout=60).json()
+    undisturbed = post(f"{tight.url}/v1/completions", json=body, timeout=60).json()
     found = _stream_choices(tight, body)
 
     assert found.texts == {c["index"]: c["text"] for c in undisturbed["choices"]}
     assert found.reasons == {key: ["length"] for key in range(3)}
-    choices = httpx.get(f"{tight.url}/admin/jobs/{found.id}", timeout=10).json()["choices"]
+    choices = get(f"{tight.url}/admin/jobs/{found.id}", timeout=10).json()["choices"]
     assert found.asked, "the preempt met no choice that ran"
     assert all(choice["epoch"] > 1 for choice in choices if choice["index"] in found.asked), choices
 
@@ -186,7 +187,9 @@ class Choices:
 def _stream_choices(server: Serving, body: dict[str, Any]) -> Choices:
     """Stream to the end, with one preempt of all choices after a few tokens."""
     found = Choices()
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60, verify=False
+    ) as response:
         for _, data in frames(response):
             if data == "[DONE]":
                 break
@@ -197,7 +200,7 @@ def _stream_choices(server: Serving, body: dict[str, Any]) -> Choices:
                 if choice["finish_reason"]:
                     found.reasons.setdefault(choice["index"], []).append(choice["finish_reason"])
             if found.asked is None and sum(map(len, found.texts.values())) > 60:
-                told = httpx.post(f"{server.url}/admin/jobs/{found.id}/preempt", timeout=10)
+                told = post(f"{server.url}/admin/jobs/{found.id}/preempt", timeout=10)
                 assert told.status_code == 202
                 found.asked = {choice["index"] for choice in told.json()["choices"] if choice["asked"]}
     return found

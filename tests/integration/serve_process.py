@@ -18,6 +18,7 @@ import httpx
 import psutil
 
 from prelay.segments import segment_files
+from tests.bed.http import get
 from tests.bed.ports import free_port
 
 
@@ -52,7 +53,7 @@ class Serve:
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200
+            return get(f"{self.url}/health/ready", timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
 

@@ -20,6 +20,7 @@ import redis
 
 from prelay import client as prelay_client
 from tests.bed.chain import Listener, check_chain, check_stream
+from tests.bed.http import get, post
 from tests.bed.ports import free_port
 from tests.bed.servers import Server
 from tests.bed.tokenizer import ids_of, words
@@ -64,7 +65,7 @@ def check_serves(serve: Serve, tokens: int = 20) -> None:
 
 def is_ready(serve: Serve) -> bool:
     try:
-        return httpx.get(f"{serve.url}/health/ready", timeout=5).status_code == 200
+        return get(f"{serve.url}/health/ready", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -81,7 +82,7 @@ def test_the_ready_line_has_a_curl_that_works(fleet: Serve) -> None:
     assert fleet.url in command
     body = re.search(r"-d '(.*)'", command)
     assert body is not None
-    answer = httpx.post(f"{fleet.url}/v1/chat/completions", json=json.loads(body[1]) | {"max_tokens": 3}, timeout=30)
+    answer = post(f"{fleet.url}/v1/chat/completions", json=json.loads(body[1]) | {"max_tokens": 3}, timeout=30)
     assert answer.status_code == 200
     assert answer.text.endswith("data: [DONE]\n\n")
 
@@ -277,7 +278,7 @@ def test_a_deleted_socket_is_noticed_and_new_processes_reach_the_queue_again(fle
     worker = fleet.children()["decode"]
     worker.kill()
     until(lambda: fleet.children().get("decode", worker).pid != worker.pid, "another worker", 30)
-    until(lambda: httpx.get(f"{fleet.url}/health/ready").status_code == 200, "ready", 60, lambda: fleet.log)
+    until(lambda: get(f"{fleet.url}/health/ready").status_code == 200, "ready", 60, lambda: fleet.log)
     check_serves(fleet)
 
 

@@ -7,10 +7,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
+from tests.bed.http import post
 from tests.bed.serving import Serving, serving
 from tests.integration.serve_process import is_gone, until
 
@@ -43,7 +43,7 @@ def is_whole(fleet: Serving, gone: set[int]) -> bool:
 
 def check_answers(fleet: Serving) -> None:
     body = {"model": "demo", "prompt": "One, two,", "max_tokens": 4, "temperature": 0}
-    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+    answer = post(f"{fleet.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
     assert answer["usage"]["completion_tokens"] == 4
 
 
