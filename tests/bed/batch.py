@@ -64,10 +64,14 @@ class Batches:
         """Upload a file and ask for its batch; the id."""
         with self.store.create("batch", "in.jsonl") as writing:
             writing.write(content)
-            stored = writing.commit()
+            file_id = writing.commit().id
+        return self.create_from(file_id, endpoint, window_s)
+
+    def create_from(self, file_id: str, endpoint: str = COMPLETIONS, window_s: int = 86_400) -> str:
+        """Ask for the batch of a file that is there; the id."""
         now = int(time.time())
         batch = new_batch_id()
-        record = BatchRecord(batch, endpoint, stored.id, window_s, now, now + window_s)
+        record = BatchRecord(batch, endpoint, file_id, window_s, now, now + window_s)
         BatchFolder.create(self.files_dir, record)
         assert self.queue.run(self.scripts.open(batch, record.encode(), window_s * 1000)) == "new"
         self.jobs.ensure(batch)
