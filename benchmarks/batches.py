@@ -39,7 +39,9 @@ def rows(count: int, tokens: int) -> Iterator[bytes]:
         scattered = n * 7919 % count
         text = words((scattered % 1000, scattered // 1000 % 1000, 3, 5))
         body = {"model": "null", "prompt": text, "max_tokens": tokens}
-        yield json.dumps({"custom_id": f"line-{n}", "method": "POST", "url": COMPLETIONS, "body": body}).encode() + b"\n"
+        yield (
+            json.dumps({"custom_id": f"line-{n}", "method": "POST", "url": COMPLETIONS, "body": body}).encode() + b"\n"
+        )
 
 
 def upload(batches: Batches, count: int, tokens: int) -> str:

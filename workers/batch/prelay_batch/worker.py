@@ -16,6 +16,7 @@ from rq import Queue, Worker
 from rq.exceptions import DeserializationError, StopRequested
 from rq.executions import Execution
 from rq.job import Job, JobStatus
+from rq.utils import now
 
 from prelay_files.ids import is_batch_id
 from prelay_queue.batch_jobs import FAILURE_TTL_S, FUNCTION
@@ -100,6 +101,16 @@ class BatchWorker(Worker):
         if self.horse_pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.horse_pid, signal.SIGTERM)
+
+    def run_maintenance_tasks(self) -> None:
+        """What stands in RQ's lists and makes no sense to it must not end this worker again and again."""
+        try:
+            super().run_maintenance_tasks()  # type: ignore[no-untyped-call]
+        except RedisError:
+            raise
+        except Exception:
+            log.exception("RQ stumbled over its own lists")
+            self.last_cleaned_at = now()  # type: ignore[assignment]
 
     def maintain_heartbeats(self, job: Job, execution: Execution) -> None:
         """A Redis that does not answer is no reason to leave the horse alone."""
