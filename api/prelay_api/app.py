@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from prelay_files.errors import FileMissing, FileTooLarge, StorageFailed
 from prelay_queue import __version__
 from prelay_queue.errors import QueueBusy, QueueError, QueueFull, QueueUnavailable
 from prelay_text.errors import RequestError
@@ -24,13 +25,16 @@ from .errors import BodyTooLarge
 from .local import LocalAdmin
 from .outcome import FULL, INTERNAL, UNAVAILABLE, Failure, refused
 from .replies import failed
-from .routes import admin, completions, dead, health, models, streams, tokenize
+from .routes import admin, batches, completions, dead, files, health, models, streams, tokenize
 from .service import Service
 from .unserved import reason
 
 log = logging.getLogger("prelay.api")
 
 _DESCRIPTION = "LLM serving from a queue. OpenAI's completions and chat; a preempted answer goes on as if nothing was."
+
+#: What is beyond a limit of a file, to status and code.
+_TOO_LARGE = {"bytes": (413, "file_too_large"), "lines": (400, "too_many_lines"), "line_bytes": (400, "line_too_long")}
 
 
 def create_app(service: Service) -> FastAPI:
@@ -55,7 +59,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_middleware(RequireKey, keys=service.config.api_keys)
     else:
         app.add_middleware(LocalAdmin)
-    for part in (completions, streams, tokenize, models, health, admin, dead):
+    for part in (completions, streams, tokenize, files, batches, models, health, admin, dead):
         app.include_router(part.router)
     _add_handlers(app)
     description.describe(app, service.config)
@@ -84,6 +88,18 @@ def _add_handlers(app: FastAPI) -> None:
     async def on_too_large(_: Request, error: Exception) -> Response:
         return failed(Failure(413, str(error), "invalid_request_error", "request_too_large"))
 
+    async def on_file_too_large(_: Request, error: Exception) -> Response:
+        assert isinstance(error, FileTooLarge)
+        status, code = _TOO_LARGE[error.what]
+        return failed(Failure(status, str(error), "invalid_request_error", code, "file"))
+
+    async def on_file_missing(_: Request, error: Exception) -> Response:
+        return failed(Failure(404, str(error), "invalid_request_error", "not_found"))
+
+    async def on_storage_failed(_: Request, error: Exception) -> Response:
+        log.error("%s", error)
+        return failed(Failure(507, "the server's disk does not take it: it is full, or refuses", code="storage_failed"))
+
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         match error.status_code:
@@ -108,6 +124,9 @@ def _add_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestError, on_refused)
     app.add_exception_handler(BodyTooLarge, on_too_large)
+    app.add_exception_handler(FileTooLarge, on_file_too_large)
+    app.add_exception_handler(FileMissing, on_file_missing)
+    app.add_exception_handler(StorageFailed, on_storage_failed)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(QueueFull, on_full)
     app.add_exception_handler(QueueBusy, on_busy)

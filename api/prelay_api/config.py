@@ -34,3 +34,11 @@ class ApiConfig:
     body_timeout_s: float = 60.0
     #: Who may ask; empty: everybody.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    #: Where uploaded files and batches are kept, the same folder for all processes of the fleet; None: batches are off.
+    files_dir: Path | None = None
+    #: A plain Redis for the jobs that run batches; empty: the queue's.
+    jobs_url: str = ""
+    #: How large an uploaded file may be, in bytes and in lines, and how long its longest line.
+    max_file_bytes: int = 2 * 1024**3
+    max_file_lines: int = 1_000_000
+    max_line_bytes: int = 1024**2

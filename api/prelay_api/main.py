@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 
+from prelay_files.errors import FilesError
+from prelay_files.store import FileStore
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
 from prelay_queue.server import inspect
@@ -27,8 +29,10 @@ def run(config: ApiConfig) -> int:
     try:
         _check(config)
         service = Service(config, Tokenizer.load(config.model))
+        if config.files_dir is not None:
+            FileStore(config.files_dir)  # it makes the folder, or says why not
         listener = bind(config.host, config.port, share=config.share_port)
-    except (StartupError, TextError) as error:
+    except (StartupError, TextError, FilesError) as error:
         print(f"prelay api: {error}", file=sys.stderr)
         return 1
     server = Server(create_app(service), service, config.shutdown_grace_s)

@@ -27,6 +27,8 @@ MAX_HEAD_FIELDS = 256
 MAX_PIPELINED = 16
 #: So many can only come in one piece, and are refused.
 TOO_MANY_PIPELINED = 256
+#: A body that comes at least so fast, bytes a second, may take as long as it needs.
+MIN_BODY_RATE = 16 * 1024
 #: After a refusal so many seconds are left to the client to read it; what it sends meanwhile is thrown away. Closed
 #: at once, a connection on which data still comes is reset, and the answer is lost with it.
 LINGER_S = 2.0
@@ -53,7 +55,10 @@ _NO_PROXY = Failure(400, "this server is no proxy: CONNECT is not served", "inva
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. `read_timeout_s` is the time that a request has to arrive in, from first byte to last."""
+    """One connection. `read_timeout_s` is the time that a request has to arrive in, from first byte to last.
+
+    A body gets a second more for each MIN_BODY_RATE bytes of it that have come.
+    """
 
     read_timeout_s: float = 60.0
 
@@ -73,6 +78,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._fields = self._head_bytes = 0
         self._unparsed = 0  # bytes since the parser last had a whole something
         self._late: asyncio.TimerHandle | None = None
+        self._waits_since_s = 0.0  # by the loop's clock
+        self._body_bytes = 0
         self._piece = b""  # what is being parsed
         self._upgrading = False
 
@@ -139,6 +146,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
+        self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -219,6 +227,8 @@ class HttpProtocol(HttpToolsProtocol):
     # --- time
 
     def _wait_for_the_rest(self) -> None:
+        self._waits_since_s = self.loop.time()
+        self._body_bytes = 0
         self._late = self.loop.call_later(self.read_timeout_s, self._on_late)
 
     def _stop_waiting(self) -> None:
@@ -226,14 +236,25 @@ class HttpProtocol(HttpToolsProtocol):
             self._late.cancel()
             self._late = None
 
+    def _time_left_s(self) -> float:
+        """What the client has left. While it is we who do not read, its time stands still."""
+        if self.flow.read_paused and self._begun and not self._in_head:
+            return self.read_timeout_s
+        waited_s = self.loop.time() - self._waits_since_s
+        return self.read_timeout_s + self._body_bytes / MIN_BODY_RATE - waited_s - 0.01
+
     def _on_late(self) -> None:
         self._late = None
+        if (left_s := self._time_left_s()) > 0:
+            self._late = self.loop.call_later(left_s, self._on_late)
+            return
         answered = self._serving is not None and self._serving.response_started
         if not self._begun or (answered and not self._in_head):
             self.transport.close()  # nothing was asked, or it was answered without the rest
             return
         part = "headers" if self._in_head else "body"
-        message = f"the request's {part} did not arrive within {self.read_timeout_s:g} seconds"
+        waited_s = self.read_timeout_s + self._body_bytes // MIN_BODY_RATE
+        message = f"the request's {part} did not arrive within {waited_s:g} seconds"
         self._refuse(Failure(408, message, "invalid_request_error", "request_timeout"))
 
 

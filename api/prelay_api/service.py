@@ -12,6 +12,7 @@ from typing import cast
 from starlette.requests import Request
 
 from prelay_queue.client import AsyncQueue
+from prelay_text.errors import RequestError
 from prelay_text.fingerprint import fingerprint
 from prelay_text.render import Renderer
 from prelay_text.request import ChatRequest, CompletionRequest
@@ -20,6 +21,7 @@ from prelay_text.tokenizer import Tokenizer
 from prelay_text.whole import renderer_of
 
 from .admission import MemoryWatch
+from .batches import Batches
 from .canceller import Canceller
 from .config import ApiConfig
 from .deadline import Deadlines
@@ -30,6 +32,7 @@ from .outcome import CLOSING, Failure
 from .resume import resume
 from .session import Links, Session
 from .sweeper import Sweeper
+from .watchdog import Watchdog
 
 log = logging.getLogger("prelay.api")
 
@@ -45,6 +48,8 @@ class Service:
         self.closing = False
         self.told = False  # the open requests know that
         self.sessions: set[Session] = set()
+        self._batches: Batches | None = None
+        self._watchdog: Watchdog | None = None
 
     async def start(self) -> None:
         """Connect and begin to listen; Redis need not answer yet."""
@@ -59,6 +64,18 @@ class Service:
         self._links = Links(self.hub, self.canceller, self.tokenizer, keep_delivered, self._closed)
         for part in (self.hub, self.canceller, self.sweeper, self.fleet, self.deadlines, self.memory):
             part.start()
+        if self.config.files_dir is not None:
+            self._batches = Batches(self.config.files_dir, self.queue, self.config.jobs_url)
+            self._watchdog = Watchdog(self._batches)
+            self._watchdog.start()
+
+    @property
+    def batches(self) -> Batches:
+        """Raise RequestError, 404, where this server has no folder for files."""
+        if self._batches is None:
+            message = "files and batches are off here: this server was started without a folder for files"
+            raise RequestError(message, code="not_served", status=404)
+        return self._batches
 
     def begin_closing(self) -> None:
         """Take no new requests; those that are open go on."""
@@ -82,12 +99,16 @@ class Service:
         1 the sweeps and the looks, which nobody waits for; 2 the cancels of the requests that were open; 3 the ear,
         which takes our keys along; 4 the connections of all of them.
         """
+        if self._watchdog is not None:
+            await self._watchdog.stop()
         await self.sweeper.stop()
         await self.fleet.stop()
         await self.deadlines.stop()
         await self.memory.stop()
         await self.canceller.stop(timeout_s=3)
         await self.hub.stop(lingering=self.canceller.lingering)
+        if self._batches is not None:
+            await self._batches.close()
         await self.queue.aclose()
 
     async def open(self, request: CompletionRequest | ChatRequest, sent: Sent | None = None, *, long: bool) -> Session:

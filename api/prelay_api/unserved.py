@@ -22,7 +22,7 @@ UNSERVED = {
     "/v1/vector_stores": "vector stores are not served: this server stores and searches nothing",
     "/v1/containers": "containers are not served: this server calls no tools",
     "/v1/evals": "evaluations are not served: this server grades nothing",
-    "/v1/uploads": "uploads are not served: this server stores no large files",
+    "/v1/uploads": "uploads in parts are not served: send the whole file to /v1/files",
     "/v1/organization": "organizations are not served: there are no accounts, only API keys",
     "/v1/engines": "engines are not served: OpenAI replaced them by /v1/models",
     "/v1/edits": "edits are not served: OpenAI replaced them by chats",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from . import durable
 from .errors import Damaged, FileMissing
 from .ids import is_batch_id
 from .record import BatchRecord
+
+log = logging.getLogger("prelay.files")
 
 
 class BatchFolder:
@@ -70,6 +73,13 @@ class BatchFolder:
             return BatchRecord.decode((self.path / "record.json").read_bytes())
         except FileNotFoundError:
             raise _missing(self.id) from None
+
+    def asked_at(self) -> float:
+        """When the record was written, seconds since 1970 by the disk's clock; 0.0 when it is not there."""
+        try:
+            return (self.path / "record.json").stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def end(self) -> dict[str, Any] | None:
         """How it ended; None while it has not."""
@@ -134,9 +144,14 @@ def _ids(root: Path) -> list[str]:
 
 
 def _records(root: Path, names: Sequence[str]) -> Iterator[BatchRecord]:
+    """What cannot be read hides no other."""
     for name in names:
-        with contextlib.suppress(FileMissing):  # removed meanwhile
+        try:
             yield BatchFolder(root, name).record()
+        except FileMissing:  # removed meanwhile
+            continue
+        except Damaged as error:
+            log.error("batch %s cannot be read: %s", name, error)
 
 
 def _missing(batch_id: str) -> FileMissing:

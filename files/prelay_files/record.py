@@ -12,7 +12,10 @@ from .errors import Damaged
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """Times are seconds since 1970; `expires_at` is when the completion window ends."""
+    """Times are seconds since 1970; `expires_at` is when the completion window ends.
+
+    `fleet` is whom it was asked of; folders outlive fleets, and another one has another model. Empty: anybody.
+    """
 
     id: str
     endpoint: str
@@ -21,6 +24,7 @@ class BatchRecord:
     created_at: int
     expires_at: int
     metadata: dict[str, str] = field(default_factory=dict)
+    fleet: str = ""
 
     def encode(self) -> bytes:
         return orjson.dumps(asdict(self))
@@ -37,7 +41,7 @@ class BatchRecord:
         return record
 
     def _is_sound(self) -> bool:
-        texts: tuple[Any, ...] = (self.id, self.endpoint, self.input_file_id)
+        texts: tuple[Any, ...] = (self.id, self.endpoint, self.input_file_id, self.fleet)
         numbers: tuple[Any, ...] = (self.completion_window_s, self.created_at, self.expires_at)
         metadata: Any = self.metadata
         return (

@@ -59,7 +59,8 @@ def serve_api(raw: str) -> int:
     from prelay_api.main import run
 
     data: dict[str, Any] = orjson.loads(raw)
-    return run(ApiConfig(**{**data, "queue": _queue(data["queue"]), "model": Path(data["model"])}))
+    folders = {name: Path(data[name]) for name in ("model", "files_dir") if data[name]}
+    return run(ApiConfig(**{**data, **folders, "queue": _queue(data["queue"])}))
 
 
 def serve_batches(raw: str) -> int:

@@ -21,7 +21,7 @@ def target(shared_server: Server, tmp_path_factory: pytest.TempPathFactory) -> I
     """A fleet that answers in milliseconds. At its end no job is left."""
     queue = shared_server.settings()
     with fleet(queue, make_tokenizer(tmp_path_factory.mktemp("short"), CONTEXT)) as found:
-        api = found.api()
+        api = found.api(files_dir=tmp_path_factory.mktemp("kept"))
         found.worker(Role.UNIFIED, null=NullModel(step_ms=0))
         until_ready(api.url)
         yield api

@@ -370,7 +370,7 @@ def test_another_origin_is_given_no_leave(quiet_api: Api) -> None:
         ("/v1/assistants", "assistants are not served"),
         ("/v1/threads/t/runs", "threads are not served"),
         ("/v1/vector_stores", "vector stores are not served"),
-        ("/v1/uploads", "uploads are not served"),
+        ("/v1/uploads", "uploads in parts are not served"),
         ("/v1/realtime", "realtime sessions are not served"),
         ("/v1/rerank", "reranking is not served"),
         ("/score", "scoring is not served"),

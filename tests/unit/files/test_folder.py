@@ -43,6 +43,8 @@ def test_batches_are_listed_newest_first_and_in_pages(tmp_path: Path) -> None:
     for each in made:
         BatchFolder.create(tmp_path, each)
     (tmp_path / "batches" / f"batch_{9:024x}").mkdir()  # without a record
+    damaged = BatchFolder.create(tmp_path, record(id=f"batch_{8:024x}"))
+    (damaged.path / "record.json").write_bytes(b"{")
     assert BatchFolder.list(tmp_path, limit=10) == made[::-1]
     assert BatchFolder.list(tmp_path, limit=2, after=made[3].id) == [made[2], made[1]]
 
