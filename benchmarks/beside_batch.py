@@ -134,9 +134,7 @@ def cache(client: Client) -> dict[str, Any]:
         report[name] = {
             "wall_s": round(time.perf_counter() - begun, 1),
             "prompt_tokens": sum(usage["prompt_tokens"] for usage in usages),
-            "cached_tokens": sum(
-                (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0) for usage in usages
-            ),
+            "cached_tokens": sum(cached),
         }
     return report
 
