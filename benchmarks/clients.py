@@ -30,9 +30,10 @@ import psutil
 from prelay_queue.settings import QueueTimes
 from prelay_worker.config import NullModel, Role
 from tests.bed.http import client_of
+from tests.bed.lines import lines, named, watched
 from tests.bed.parts import Part, get_part, post_part
 from tests.bed.processes import Api, Fleet, Process, fleet, until, until_ready
-from tests.bed.servers import running
+from tests.bed.servers import Server, running
 from tests.bed.tokenizer import make_tokenizer
 
 COMPLETIONS = "/v1/completions"
@@ -87,30 +88,28 @@ async def idle(api: Api, count: int, ready: asyncio.Event, over: asyncio.Event) 
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-def facts(api: Api) -> dict[str, float]:
-    process = psutil.Process(api.pid)
-    return {
-        "rss_mib": round(process.memory_info().rss / 2**20, 1),
-        "redis_connections": len(process.net_connections("unix")),
-    }
+def facts(server: Server, api: Api) -> dict[str, float]:
+    rss = psutil.Process(api.pid).memory_info().rss
+    return {"rss_mib": round(rss / 2**20, 1), "redis_connections": lines(server, "api")}
 
 
 def quantile(values: list[float], share: float) -> float:
     return round(values[min(len(values) - 1, int(share * len(values)))], 1)
 
 
-async def latency(api: Api, prefill: Process, idle_count: int, active_count: int) -> dict[str, Any]:
+async def latency(server: Server, api: Api, prefill: Process, idle_count: int, active_count: int) -> dict[str, Any]:
     ready, over = asyncio.Event(), asyncio.Event()
     prefill.send(signal.SIGSTOP)
     waiting = asyncio.create_task(idle(api, idle_count, ready, over)) if idle_count else None
     if waiting:
         await ready.wait()
-    late = await active(api, prefill, active_count)
-    found = {"late_p50_ms": quantile(late, 0.5), "late_p99_ms": quantile(late, 0.99), **facts(api)}
+    with watched(server, "api") as most:
+        late = await active(api, prefill, active_count)
+    found = {"late_p50_ms": quantile(late, 0.5), "late_p99_ms": quantile(late, 0.99), **facts(server, api)}
     over.set()
     if waiting:
         await waiting
-    return {"idle": idle_count, "active": active_count, "tokens": len(late), **found}
+    return {"idle": idle_count, "active": active_count, "tokens": len(late), **found, "redis_most": most.seen}
 
 
 async def resume_once(found: Fleet, other: Api, n: int) -> float:
@@ -139,17 +138,18 @@ def main() -> None:
         model = make_tokenizer(Path(folder) / "model")
         for server in running("redis"):
             with fleet(server.settings(times=QueueTimes()), model) as found:
-                api = found.api()
+                api = found.api(queue=named(found.queue, "api"))
                 null = NullModel(step_ms=STEP_MS)
                 prefill = found.worker(Role.PREFILL, null=null, blocks=65536)
                 found.worker(Role.DECODE, null=null, blocks=65536, max_running=args.active)
                 until_ready(api.url)
-                print(json.dumps({"empty": facts(api)}))
+                print(json.dumps({"empty": facts(server, api)}))
                 for count in (0, args.idle):
-                    print(json.dumps(asyncio.run(latency(api, prefill, count, args.active))), flush=True)
+                    told = asyncio.run(latency(server, api, prefill, count, args.active))
+                    print(json.dumps(told), flush=True)
                 times = [asyncio.run(resume_once(found, api, n)) for n in range(args.resumes)]
-                told = {"p50_ms": round(statistics.median(times), 1), "max_ms": round(max(times), 1)}
-                print(json.dumps({"resume": {"count": len(times), **told}}))
+                resumed = {"p50_ms": round(statistics.median(times), 1), "max_ms": round(max(times), 1)}
+                print(json.dumps({"resume": {"count": len(times), **resumed}}))
             break
 
 

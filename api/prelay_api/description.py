@@ -1,7 +1,8 @@
 """The OpenAPI page: FastAPI's own, with what only this server knows put in.
 
 FastAPI describes routes from their signatures, and ours read bodies by themselves, through the table of parameters:
-the schemas come from there. Here the errors, which all routes share, the served model and the key are added.
+the schemas come from there. Here the shapes of answers, the errors, which all routes share, the served model and the
+key are added.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastapi import FastAPI
+
+from prelay_text.shapes import SHAPES
 
 from .access import OPEN_PATHS
 from .config import ApiConfig
@@ -53,7 +56,7 @@ def describe(app: FastAPI, config: ApiConfig) -> None:
 
 def _complete(schema: dict[str, Any], config: ApiConfig) -> dict[str, Any]:
     parts = schema.setdefault("components", {})
-    parts["schemas"] = {"Error": _ERROR}  # FastAPI's own are of the 422 that is never answered here
+    parts["schemas"] = {"Error": _ERROR, **SHAPES}  # FastAPI's own are of the 422 that is never answered here
     if config.api_keys:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operation in _operations(schema):

@@ -8,7 +8,9 @@ a request has to arrive in time, everybody hears of a client that leaves, and ea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
+import socket
 import sys
 from typing import Any, NoReturn
 
@@ -32,6 +34,10 @@ MIN_BODY_RATE = 16 * 1024
 #: After a refusal so many seconds are left to the client to read it; what it sends meanwhile is thrown away. Closed
 #: at once, a connection on which data still comes is reset, and the answer is lost with it.
 LINGER_S = 2.0
+
+#: What the system keeps for a client beyond what is on its way to it, bytes. By itself it keeps megabytes of the text
+#: for one who does not read: that would count as delivered, and nobody would notice that the client takes nothing.
+MAX_UNSENT_BYTES = 32 * 1024
 
 _TOO_MUCH_HEAD = Failure(
     431,
@@ -87,6 +93,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        _keep_little_unsent(transport.get_extra_info("socket"))
         self._wait_for_the_rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -261,6 +268,12 @@ class HttpProtocol(HttpToolsProtocol):
 def protocol_with(read_timeout_s: float) -> type[HttpProtocol]:
     """The protocol with this limit, as uvicorn takes it: a class."""
     return type("HttpProtocol", (HttpProtocol,), {"read_timeout_s": read_timeout_s})
+
+
+def _keep_little_unsent(connection: socket.socket) -> None:
+    """Let the system take no more of what is written than it can soon send. Not every system can be told so."""
+    with contextlib.suppress(OSError, AttributeError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
 def _encode(why: Failure) -> bytes:

@@ -31,6 +31,7 @@ from redis.retry import Retry
 from . import failpoints
 from .errors import QueueError, QueueFull, QueueUnavailable
 from .keys import Keys
+from .pool import FairPool
 from .scripts import Call, Scripts, sha, source
 from .settings import QueueSettings
 
@@ -183,10 +184,10 @@ class AsyncQueue:
         self.settings = settings
         self.keys = Keys(settings.fleet, settings.partition)
         self.scripts = Scripts(self.keys, settings.max_queued_jobs, settings.max_queued_tokens)
-        pool = aredis.BlockingConnectionPool.from_url(
+        pool = FairPool.from_url(
             settings.url,
             max_connections=settings.max_connections // 2,
-            timeout=2,
+            patience_s=2.0,
             socket_timeout=2,
             retry=AsyncRetry(ExponentialBackoff(cap=0.5, base=0.05), 2),
             **_COMMON,

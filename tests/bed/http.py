@@ -23,6 +23,6 @@ def request(method: str, url: str, *, timeout: float = 30, **options: Any) -> ht
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """For many requests to one server."""
-    limits = httpx.Limits(max_connections=200)
+    """For many requests to one server, all at the same time: none waits for the connection of another."""
+    limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=url, verify=False, timeout=90, limits=limits)

@@ -1,27 +1,39 @@
-"""Public faults of connections, as tests: silent and resumed ones, and servers that stop."""
+"""Public faults of connections, as tests: silent and resumed ones, and servers that stop.
+
+Those of many connections: test_cases_crowds.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import time
 from dataclasses import replace
+from itertools import cycle
 
 import httpx
 import pytest
 
+from prelay_queue.settings import QueueTimes
 from prelay_worker.config import NullModel, Role
 from tests.bed.bound import bound
 from tests.bed.chain import Stream, check_stream, stream
 from tests.bed.http import client_of
+from tests.bed.lines import lines, named
 from tests.bed.parts import RESUMABLE, Part, get_part, joined, post_part
 from tests.bed.processes import until
 from tests.bed.servers import Server
-from tests.faults.crowd import DIVERGENT, Site, body, site
+from tests.faults.crowd import DIVERGENT, Site, body, restarted, site
+from tests.faults.forked import ApiProcess
 from tests.faults.jobs import running
 from tests.faults.traffic import COMPLETIONS
 
 PLAIN = NullModel(step_ms=5)
+#: Connections of one API process to Redis are fewer.
+MOST_LINES = 10
+#: Longer than any time of the product.
+SILENT_S = 40.0
 
 
 def until_all_over(here: Site, timeout_s: float = 30) -> None:
@@ -54,7 +66,78 @@ def test_a_stream_that_waits_long_is_never_silent_for_five_seconds(shared_server
         here.check_nothing_left()
 
 
+@pytest.mark.slow
+def test_after_a_long_silence_the_next_request_is_served_as_ever(own_server: Server) -> None:
+    """docket#425: blocking reads that had idled too long reconnected in a storm.
+
+    With the product's own times, the longest of which is 30 s, and with a server that closes what has been idle for
+    10 s, as hosted ones do.
+    """
+    own_server.client.config_set("timeout", 10)
+    with site(own_server, null=PLAIN, times=QueueTimes()) as here:
+        here.serve(Role.PREFILL, Role.DECODE)
+        api = here.api(queue=named(here.settings, "api"))
+        before_s = _time_to_first(here, api, 0)
+        connected = _connected(own_server)
+        time.sleep(SILENT_S)
+        assert _connected(own_server) - connected < 10, "new connections while nothing happened"
+        assert lines(own_server, "api") < MOST_LINES
+        after_s = _time_to_first(here, api, 500)
+        print(f"time to the first token: {before_s:.3f} s, and after the silence {after_s:.3f} s")
+        assert after_s < before_s + 1.0
+        assert _connected(own_server) - connected < 20, "a storm of new connections after the silence"
+        here.check_nothing_left()
+
+
+def _connected(server: Server) -> int:
+    """Connections that the server has ever taken."""
+    return int(server.client.info("stats")["total_connections_received"])
+
+
+def _time_to_first(here: Site, api: ApiProcess, first: int) -> float:
+    """Four clients at once: the longest time to a first token, in seconds."""
+    begun = time.monotonic()
+    streams = here.crowd(api, 4, max_tokens=20, first=first).check()
+    return max(found.frames[0].at for found in streams) - begun
+
+
 # --- cut streams, and servers that stop
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_cut_anywhere_goes_on_elsewhere_as_if_nothing_was(shared_server: Server) -> None:
+    """typescript-sdk#2499: resumed a second time, or by another process, it began again or skipped.
+
+    With tokens that depend on the attempt, preempts in between, and two cuts on the way: the text that its client put
+    together is, byte by byte, what one hears who reads the stream in one piece.
+    """
+    chance = random.Random(2499)
+
+    async def one(clients: list[httpx.AsyncClient], n: int) -> bool:
+        prompt = [n, *range(5)]
+        turns = cycle(clients if n % 2 else clients[::-1])
+        parts = [await post_part(next(turns), COMPLETIONS, body(prompt, 90), chance.randrange(2, 25), RESUMABLE)]
+        for most in (chance.randrange(1, 25), -1):
+            last_id = next(part.last_id for part in reversed(parts) if part.frames)
+            parts.append(await get_part(next(turns), parts[0].id, last_id, most))
+        cut = joined(parts)
+        whole = await get_part(next(turns), parts[0].id)
+        for found in (cut, whole):
+            check_stream(found, prompt, 90, divergent=True)
+        assert cut.choices[0].text == whole.choices[0].text
+        return restarted(cut)
+
+    async def crowd(urls: list[str]) -> int:
+        async with client_of(urls[0]) as first, client_of(urls[1]) as second:
+            return sum(await asyncio.gather(*(one([first, second], n) for n in range(24))))
+
+    with site(shared_server, null=replace(DIVERGENT, step_ms=15)) as here:
+        here.serve(Role.PREFILL, Role.DECODE, blocks=150)
+        apis = [here.api(), here.api()]
+        again = asyncio.run(crowd([api.url for api in apis]))
+        assert again > 3, "hardly any was preempted"
+        until_all_over(here)
+        here.check_nothing_left()
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -36,11 +36,18 @@ def _documented(route: Route, example: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
 
 
-_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer as JSON, or with `stream` as server-sent events.",
-        "content": {"application/json": {}, "text/event-stream": {}},
-    },
+def _answers(name: str) -> dict[int | str, dict[str, Any]]:
+    """What is answered, for the OpenAPI page, which has a schema of this name and one of its chunks."""
+    words = (
+        f"The answer as JSON, or with `stream` as server-sent events: each has a {name}Chunk as its data,"
+        " or an Error that ends the answer, and the last one [DONE]."
+    )
+    whole = {"schema": {"$ref": f"#/components/schemas/{name}"}}
+    found = {"description": words, "content": {"application/json": whole, "text/event-stream": {}}}
+    return {200: found, **_REFUSALS}
+
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A parameter is wrong: the message names it, its limit and its value."},
     404: {"description": "The model is not served here."},
     422: {"description": "The Idempotency-Key was sent before with another body."},
@@ -54,7 +61,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 @router.post(
     "/v1/completions",
     summary="Continue a prompt",
-    responses=_ANSWERS,
+    responses=_answers("Completion"),
     openapi_extra=_documented(Route.COMPLETION, {"model": "demo", "prompt": "The sea is", "max_tokens": 32}),
 )
 async def completions(request: Request) -> Response:
@@ -65,7 +72,7 @@ async def completions(request: Request) -> Response:
 @router.post(
     "/v1/chat/completions",
     summary="Answer a chat",
-    responses=_ANSWERS,
+    responses=_answers("ChatCompletion"),
     openapi_extra=_documented(
         Route.CHAT, {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
     ),
