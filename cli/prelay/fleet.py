@@ -34,6 +34,8 @@ from .supervisor import Supervisor
 
 #: Time for a worker to give its jobs back, in seconds. It waits for no answer to finish: another worker goes on.
 WORKER_STOP_S = 15.0
+#: Time for a batch worker to note how far its batch is, in seconds. Another goes on from there.
+BATCH_STOP_S = 10.0
 #: How often it is looked whether the server's socket is still there, in seconds.
 SOCKET_CHECK_S = 2.0
 #: What the API gets beyond its own grace before it is killed, in seconds.
@@ -69,6 +71,15 @@ class Plan:
         """Return the name of each API process."""
         return ["api"] if self.settings.api == 1 else [f"api-{number}" for number in range(self.settings.api)]
 
+    def batches(self) -> list[str]:
+        """Return the name of each batch worker process."""
+        return [f"batch-{number}" for number in range(self.settings.batch)]
+
+    def _files(self) -> dict[str, str]:
+        """Return where files and batches are; nowhere without batch workers, unless others may run batches there."""
+        folder = self.settings.files_dir or (self.settings.state_dir / "files" if self.settings.batch else None)
+        return {"PRELAY_FILES_DIR": str(folder.absolute())} if folder else {}
+
     def environment(self, threads: int) -> dict[str, str]:
         """Return a child's environment: ours, without the settings we read, with those we decided, and no API key."""
         read = {option.variable for option in OPTIONS.values()} | {"PRELAY_CONFIG"}
@@ -83,7 +94,7 @@ class Plan:
             "PYTHONUNBUFFERED": "1",
         }
         given = {name: value for name, value in self.settings.environment().items() if name not in _KEYS}
-        return inherited | given | decided | thread_variables(threads)
+        return inherited | given | decided | self._files() | thread_variables(threads)
 
     def _of_api(self) -> dict[str, str]:
         """Return what only API processes need: workers ask nobody for a key."""
@@ -96,6 +107,11 @@ class Plan:
         before = _sweep_first if role == "prefill" else None
         after = None if role == "api" else self._disown
         return ChildSpec(name, command, environment, stop_s, before_start=before, after_death=after)
+
+    def batch_child(self, name: str, given_up: Callable[[CliError], None]) -> ChildSpec:
+        """One that cannot run is no reason to stop serving: its batches wait."""
+        command = (*PRELAY, "batch-worker")
+        return ChildSpec(name, command, self.environment(threads=1), BATCH_STOP_S, given_up=given_up)
 
     def nursery(self, warn: Callable[[str], None]) -> Nursery | None:
         """Return where workers come from; those of the null model import little and are started plainly."""
@@ -162,8 +178,8 @@ class Fleet:
     async def _bring_up(self) -> None:
         """Start everything, and say when it serves.
 
-        1 The nursery, whose imports take longest, and the server. 2 All other processes at once. 3 Wait until the API
-        says that the fleet is ready.
+        1 The nursery, whose imports take longest, and the server. 2 The API and the workers at once. 3 Wait until the
+        API says that the fleet is ready. 4 The batch workers: what they do can wait.
         """
         settings, supervisor = self.plan.settings, self._supervisor
         if self._nursery is not None:
@@ -180,7 +196,12 @@ class Fleet:
         await Readiness(settings.host, settings.port, supervisor, headers).wait(self.report.waiting)
         supervisor.started_up = True
         self.report.settled()
+        for name in self.plan.batches():
+            supervisor.keep(self.plan.batch_child(name, self._batch_worker_gone))
         self._say_ready()
+
+    def _batch_worker_gone(self, error: CliError) -> None:
+        self.report.warn(f"{error}; it is not started again, and batches wait for the others")
 
     async def _start_server(self) -> None:
         server = self.plan.server
@@ -221,20 +242,24 @@ class Fleet:
         ]
         url = base_url(self.plan.settings.host, self.plan.settings.port)
         took = time.monotonic() - self._begun
-        self.report.step(f"ready on {url} after {took:.1f} s ({', '.join(pools)}, {sizes.threads} thread(s) each)")
+        batch = f"; {count} batch worker(s)" if (count := len(self.plan.batches())) else "; no batches"
+        each = f"{', '.join(pools)}, {sizes.threads} thread(s) each{batch}"
+        self.report.step(f"ready on {url} after {took:.1f} s ({each})")
         message = '[{"role": "user", "content": "Hello"}]'
         body = f'{{"model": "{self.plan.name}", "stream": true, "temperature": 0, "messages": {message}}}'
         key = ' -H "Authorization: Bearer $PRELAY_API_KEY"' if self.plan.api_keys else ""
+        batches = f"  prelay batch run in.jsonl -o out.jsonl --url {url}\n" if count else ""
         self.report.say(
             f"  curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
-            f"  prelay chat --url {url}\n  Ctrl-C stops, in order"
+            f"  prelay chat --url {url}\n{batches}  Ctrl-C stops, in order"
         )
 
     async def _shut_down(self) -> None:
         """Stop everything, and leave no process, no segment and no socket.
 
         1 The API first: it takes no more work and ends its streams, which needs workers and queue to be there.
-        2 Then the workers: they give back what they hold, which needs the queue.
+        2 Then the batch workers: they ask no more of the workers, and note how far they are.
+           Then the workers: they give back what they hold, which needs the queue.
            Then the nursery, which tells how they end.
         3 Then the server: nobody writes to it any more.
         4 Then what a killed worker may have left in /dev/shm.
@@ -243,6 +268,7 @@ class Fleet:
         if supervisor.keepers:
             self.report.say("stopping: the API, then the workers, then the server")
         await supervisor.stop(self.plan.apis())
+        await supervisor.stop(self.plan.batches())
         await supervisor.stop([name for name, _ in self.plan.workers()])
         await supervisor.stop(["nursery"])
         if self._nursery is not None:

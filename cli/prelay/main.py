@@ -15,7 +15,7 @@ from .batch.commands import batch_app
 from .bench.commands import bench_app
 from .errors import CliError
 from .examples import examples
-from .options import API, DECODE, PREFILL, SERVE, UNIFIED, takes
+from .options import API, BATCH_WORKER, DECODE, PREFILL, SERVE, UNIFIED, takes
 
 Given = dict[str, Any]
 
@@ -103,6 +103,18 @@ def decode(given: Given, config: str | None) -> int:
 def unified(given: Given, config: str | None) -> int:
     """Run one worker that does prefill and decode in one process."""
     return _worker("unified", given, config)
+
+
+@app.command(
+    epilog=examples("prelay batch-worker --redis-url redis://queue:6379/0 --model ./my-model --files-dir /srv/prelay")
+)
+@takes(*BATCH_WORKER)
+def batch_worker(given: Given, config: str | None) -> int:
+    """Run one batch worker: files of requests into the queue, one batch at a time."""
+    from .roles import run_batch_worker
+    from .settings import load
+
+    return run_batch_worker(load(given, config))
 
 
 @app.command(

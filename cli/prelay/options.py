@@ -56,7 +56,7 @@ class Option:
 #: A command: (values given on the command line, the file named, switches of its own) to an exit code.
 Body = Callable[..., int]
 
-_QUEUE, _WORKERS, _MODEL, _API = "Queue", "Workers", "Model", "API"
+_QUEUE, _WORKERS, _MODEL, _API, _BATCHES = "Queue", "Workers", "Model", "API", "Batches"
 
 OPTIONS: dict[str, Option] = {
     option.name: option
@@ -144,6 +144,16 @@ OPTIONS: dict[str, Option] = {
             "share_port", "", "Let other API processes of this user listen on the same port: the system deals"
             " connections out among them.", panel=_API, is_switch=True,
         ),
+        Option(
+            "files_dir", "DIR", "Where uploaded files, and the state and results of batches, lie: one folder that all"
+            " API processes and batch workers share. Each model has its own in it.",
+            "files in --state-dir; for single processes none: no batches", _BATCHES,
+        ),
+        Option("batch", "N", "Number of batch workers: so many batches run at a time. 0: no batches.", "2", _BATCHES),
+        Option(
+            "batch_redis_url", "URL", "Where RQ keeps which batch is run by whom: a plain Redis or Valkey, no cluster.",
+            "--redis-url", _BATCHES,
+        ),
         Option("log_level", "LEVEL", "debug, info, warning or error.", "info"),
         Option("null_model", "", "A fake model: hashes for tokens.", panel="Tests", is_switch=True, hidden=True),
         Option("null_divergent", "", "The epoch goes into the hash.", panel="Tests", is_switch=True, hidden=True),
@@ -162,10 +172,11 @@ _COMMON = ("redis_url", "model", "log_level")
 API = (
     *_COMMON, "served_model_name", "host", "port", "api_key", "api_key_file", "body_timeout_s", "max_queued_jobs",
     "max_queued_tokens", "keep", "shutdown_grace_s", "drain_s",
-    "share_port",
+    "share_port", "files_dir", "batch_redis_url",
 )  # fmt: skip
 PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
 DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", *_RUN)
+BATCH_WORKER = (*_COMMON, "served_model_name", "files_dir", "batch_redis_url", "max_queued_jobs", "max_queued_tokens")
 UNIFIED = (*_COMMON, "kv_blocks", *_RUN)
 SERVE = tuple(OPTIONS)
 

@@ -16,15 +16,15 @@ from .redact import redact
 log = logging.getLogger("prelay.serve")
 
 
-def inspect_server(url: str) -> ServerInfo:
-    """Return what it is, after all our scripts were loaded into it.
+def inspect_server(url: str, option: str = "--redis-url") -> ServerInfo:
+    """Return what it is, after all our scripts were loaded into it. `option` is where the URL came from.
 
     Raise ServerError with one line when it does not answer, is unfit or cannot run the scripts.
     """
     try:
         queue = SyncQueue(QueueSettings(url=url, fleet="inspect"))
     except ValueError as error:
-        raise ServerError(f"--redis-url {redact(url)}: {error}") from None
+        raise ServerError(f"{option} {redact(url)}: {error}") from None
     try:
         info = inspect(queue.redis)
         if problems := info.problems():

@@ -48,8 +48,6 @@ class Readiness:
 
     def _waiting_workers(self, ready: frozenset[int]) -> list[str]:
         """Names of our workers that are not among the ready pids."""
-        others = ("server", "nursery")
-        keepers = [
-            k for name, k in self._supervisor.keepers.items() if name not in others and not name.startswith("api")
-        ]
+        others = ("server", "nursery", "api", "batch")
+        keepers = [k for name, k in self._supervisor.keepers.items() if name.partition("-")[0] not in others]
         return [k.spec.name for k in keepers if k.child is None or k.child.pid not in ready]

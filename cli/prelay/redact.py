@@ -6,29 +6,30 @@ import re
 from collections.abc import Sequence
 
 _HIDDEN = "***"
+#: Options whose URL may hold a password, and the variables that say the same.
+_URLS = {"--redis-url": "PRELAY_REDIS_URL", "--batch-redis-url": "PRELAY_BATCH_REDIS_URL"}
 _FIELDS = re.compile(r"([?&](?:password|username)=)[^&#]*")
 
 
 def secrets_of(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Split arguments into those that may be seen, and variables for what may not: API keys, a URL with a password."""
     rest: list[str] = []
-    url = ""
+    found: dict[str, str] = {}
     keys: list[str] = []
     words = iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
-        if flag not in ("--redis-url", "--api-key"):
+        if flag != "--api-key" and flag not in _URLS:
             rest.append(word)
             continue
         given = value if equals else next(words, None)
         if flag == "--api-key" and given:
             keys.append(given)
         elif given is not None and has_secret(given):
-            url = given
+            found[_URLS[flag]] = given
         else:
             rest += [word] if equals or given is None else [word, given]
-    found = {"PRELAY_REDIS_URL": url, "PRELAY_API_KEY": ",".join(keys)}
-    return rest, {name: value for name, value in found.items() if value}
+    return rest, found | ({"PRELAY_API_KEY": ",".join(keys)} if keys else {})
 
 
 def has_secret(url: str) -> bool:

@@ -46,6 +46,31 @@ def run_api(settings: Settings) -> int:
             share_port=settings.share_port,
             body_timeout_s=settings.body_timeout_s,
             api_keys=keys,
+            files_dir=files_folder(settings, queue),
+            jobs_url=settings.jobs_url or queue.url,
+        )
+    )
+
+
+def run_batch_worker(settings: Settings) -> int:
+    """Run one batch worker. Return its exit code."""
+    if settings.files_dir is None:
+        raise BadUsage("--files-dir is needed: the folder in which the API processes keep files and batches")
+    folder = resolve_with_progress(settings.model)
+    queue = queue_settings(settings, folder)
+    files = files_folder(settings, queue)
+    assert files is not None
+    _set_up(settings, threads=1)
+    from prelay_batch.config import BatchConfig
+    from prelay_batch.main import run
+
+    return run(
+        BatchConfig(
+            queue=queue,
+            jobs_url=settings.jobs_url or queue.url,
+            model=folder,
+            served_model_name=settings.served_model_name or served_name(settings.model, folder),
+            files_dir=files,
         )
     )
 
@@ -94,6 +119,14 @@ def _entry(role: str, config: object) -> int:
     else:
         from prelay_unified.main import run
     return run(config)  # type: ignore[arg-type]
+
+
+def files_folder(settings: Settings, queue: QueueSettings) -> Path | None:
+    """Return where this model's files and batches are, None where there are none.
+
+    What was asked of another model cannot be answered by this one: it waits in a folder of its own.
+    """
+    return settings.files_dir.absolute() / queue.fleet if settings.files_dir else None
 
 
 def queue_settings(settings: Settings, folder: Path) -> QueueSettings:

@@ -34,6 +34,8 @@ def serve(settings: Settings) -> int:
         api_keys(settings)
         if settings.url is not None:
             inspect_server(settings.url)  # before anything runs that would have to be stopped again
+        if settings.batch and settings.batch_redis_url is not None:
+            inspect_server(settings.batch_redis_url.get_secret_value(), "--batch-redis-url")
         server = _embedded(settings, stack)
         check_port(settings.host, settings.port)
         plan = _plan(settings, server, report)

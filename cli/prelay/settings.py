@@ -119,6 +119,9 @@ class Settings(BaseSettings):
     shutdown_grace_s: Annotated[int, Field(ge=0, le=3600)] = 10
     share_port: bool = False
     drain_s: Annotated[float, Field(ge=0, le=86_400)] = 5
+    files_dir: Path | None = None
+    batch: Count = 2
+    batch_redis_url: Annotated[SecretStr, AfterValidator(_check_url)] | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     null_model: bool = False
     null_divergent: bool = False
@@ -150,6 +153,11 @@ class Settings(BaseSettings):
     def url(self) -> str | None:
         return self.redis_url.get_secret_value() if self.redis_url else None
 
+    @property
+    def jobs_url(self) -> str | None:
+        """Where RQ's jobs are: a server of their own, or the queue's."""
+        return self.batch_redis_url.get_secret_value() if self.batch_redis_url else self.url
+
     def counts(self) -> tuple[int, int, int]:
         """Return the numbers of prefill, decode and unified workers."""
         usual = 0 if self.unified else 1
@@ -159,7 +167,9 @@ class Settings(BaseSettings):
 
     def environment(self) -> dict[str, str]:
         """Return the settings as variables for a child. URL and keys travel this way, and never in arguments."""
-        values = self.model_dump(exclude_none=True, exclude={"api_key"}) | ({"redis_url": self.url} if self.url else {})
+        values = self.model_dump(exclude_none=True, exclude={"api_key"})
+        values |= {"redis_url": self.url} if self.redis_url else {}
+        values |= {"batch_redis_url": self.jobs_url} if self.batch_redis_url else {}
         if self.api_key:
             values["api_key"] = SEPARATOR.join(key.get_secret_value() for key in self.api_key)
         return {OPTIONS[name].variable: str(value) for name, value in values.items()}

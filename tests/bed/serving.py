@@ -26,7 +26,10 @@ from .processes import until
 
 
 class Serving:
-    """A running `prelay serve`. `url` is where; `log` is what it and its children said."""
+    """A running `prelay serve`, without batch workers unless it is given `--batch`.
+
+    `url` is where; `log` is what it and its children said.
+    """
 
     def __init__(self, *arguments: str, model: Path, environment: dict[str, str] | None = None) -> None:
         self.state = tempfile.TemporaryDirectory(prefix="pl-")
@@ -40,7 +43,7 @@ class Serving:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, "PRELAY_BATCH": "0", **(environment or {})},
             cwd=self.state.name,
         )
 

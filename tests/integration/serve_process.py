@@ -23,9 +23,9 @@ from tests.bed.ports import free_port
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment without any setting of the person who runs the tests."""
+    """The environment without any setting of the person who runs the tests. No batches unless they are asked for."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PRELAY_")}
-    return kept | {"OMP_NUM_THREADS": "1"} | more
+    return kept | {"OMP_NUM_THREADS": "1", "PRELAY_BATCH": "0"} | more
 
 
 class Serve:

@@ -87,6 +87,15 @@ def test_the_ready_line_has_a_curl_that_works(fleet: Serve) -> None:
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
+def test_without_batch_workers_the_routes_say_that_batches_are_off(fleet: Serve) -> None:
+    assert fleet.wait_for(r"ready on http.*")[0].endswith("; no batches)")
+    for path in ("/v1/batches", "/v1/files"):
+        answer = httpx.get(fleet.url + path, timeout=10)
+        assert answer.status_code == 404
+        assert "batches are off" in answer.json()["error"]["message"]
+    assert not (fleet.state / "files").exists()
+
+
 def test_chat_asks_one_question_and_shows_the_answer(fleet: Serve) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "prelay", "chat", words(PROMPT), "--url", fleet.url, "--max-tokens", "5"],

@@ -46,7 +46,7 @@ class Batch:
                 total=int(counts.get("total") or 0),
                 completed=int(counts.get("completed") or 0),
                 failed=int(counts.get("failed") or 0),
-                tokens=int(usage["output_tokens"]) if "output_tokens" in usage else None,
+                tokens=int(usage.get("output_tokens") or 0) if "usage" in body else None,
                 created_at=int(body.get("created_at") or 0),
                 ended_at=max(int(body.get(f"{status}_at") or 0) for status in OVER),
                 output_file=str(body.get("output_file_id") or ""),

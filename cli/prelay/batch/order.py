@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import os
 import re
 from array import array
 from typing import BinaryIO
@@ -15,7 +15,7 @@ _HEAD_BYTES = 200
 
 
 def in_order(unordered: BinaryIO, into: BinaryIO) -> None:
-    """Copy lines by the number of their input line. Keeps 24 bytes of each line in memory while it reads, then 50.
+    """Copy lines of a real file by the number of their input line. Keeps some 60 bytes of each in memory.
 
     Raise CliError for a line whose id has no number: those of another server.
     """
@@ -27,9 +27,7 @@ def in_order(unordered: BinaryIO, into: BinaryIO) -> None:
             raise CliError(f"--ordered: result {len(numbers) + 1} has no line number in its id; leave --ordered out")
         numbers.append(int(found[1]))
         places.append(places[-1] + len(line))
-    if not numbers:
-        return
-    with mmap.mmap(unordered.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for index in sorted(range(len(numbers)), key=numbers.__getitem__):
-            line = content[places[index] : places[index + 1]]
-            into.write(line if line.endswith(b"\n") else line + b"\n")
+    file = unordered.fileno()
+    for index in sorted(range(len(numbers)), key=numbers.__getitem__):
+        line = os.pread(file, places[index + 1] - places[index], places[index])
+        into.write(line if line.endswith(b"\n") else line + b"\n")

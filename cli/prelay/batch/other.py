@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
-from rich.console import Console
-from rich.table import Table
 
 from ..errors import CliError
 from ..host import size
@@ -24,7 +22,8 @@ from .patience import Patience
 from .run import URL, Target
 from .server import RUN, BatchServer
 from .source import Source, ready
-from .watch import clock, transfer, watch
+from .table import in_full, listed
+from .watch import transfer, watch
 
 #: How long one question is tried again, seconds. Who watches a batch waits without end.
 PATIENCE_S = 30.0
@@ -48,7 +47,8 @@ def submit(source: Source, target: Target, window: str, report: Report) -> int:
         batch = server.create(file_id, lines.endpoint, window, metadata)
     report.step(f"uploaded {lines.name}: {lines.count:,} lines, {size(lines.bytes)}")
     print(batch.id)
-    report.say(f"  prelay batch status {batch.id} --watch\n  prelay batch download {batch.id} -o FILE")
+    at = _at(target)
+    report.say(f"  prelay batch status {batch.id} --watch{at}\n  prelay batch download {batch.id} -o FILE{at}")
     return 0
 
 
@@ -57,10 +57,16 @@ def status(batch_id: str | None, target: Target, report: Report, *, watched: boo
     with server_of(target, report, float("inf") if watched else PATIENCE_S) as server:
         if batch_id is None:
             batches = server.newest(limit)
-            _print_json(batches) if json else _print_table(batches, server.url)
+            if json:
+                _print_json(batches)
+            else:
+                print("\n".join(listed(batches)) if batches else f"no batches on {server.url}")
             return 0
         batch = watch(server, batch_id, report) if watched else server.batch(batch_id)
-    _print_json([batch]) if json else _print_one(batch)
+    if json:
+        _print_json([batch])
+    else:
+        print("\n".join(in_full(batch)))
     return batch.exit_code if batch.is_over else 0
 
 
@@ -69,7 +75,7 @@ def cancel(batch_id: str, target: Target, report: Report) -> int:
         batch = server.cancel(batch_id)
     report.step(f"{batch.id} is {batch.status}")
     if not batch.is_over:
-        report.say(f"  what it has so far, once it has ended:  prelay batch download {batch.id} -o FILE")
+        report.say(f"  what it has so far, once it has ended:  prelay batch download {batch.id} -o FILE{_at(target)}")
     return 0
 
 
@@ -82,13 +88,12 @@ def fetch(batch_id: str, output: str, target: Target, report: Report, *, ordered
         if not batch.is_over:
             raise CliError(
                 f"{batch.id} is {batch.status} ({batch.ended:,} of {batch.total:,} lines): its files come at its end;"
-                f" wait for it with prelay batch status {batch.id} --watch"
+                f" wait for it with prelay batch status {batch.id} --watch{_at(target)}"
             )
         path = None if output == "-" else Path(output)
         errors = None
         if path is None:
-            copy(server, batch, sys.stdout.buffer, ordered)
-            sys.stdout.buffer.flush()
+            _to_stdout(server, batch, ordered)
         else:
             with transfer(report) as tell:
                 errors = download(server, batch, path, ordered, tell)
@@ -96,48 +101,20 @@ def fetch(batch_id: str, output: str, target: Target, report: Report, *, ordered
     return batch.exit_code
 
 
+def _to_stdout(server: BatchServer, batch: Batch, ordered: bool) -> None:
+    """Who reads it may have had enough before its end."""
+    try:
+        copy(server, batch, sys.stdout.buffer, ordered)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+
+
+def _at(target: Target) -> str:
+    """The words that name the server, where they are needed."""
+    return f" --url {shlex.quote(target.url)}" if target.url else ""
+
+
 def _print_json(batches: list[Batch]) -> None:
     for batch in batches:
         print(orjson.dumps(batch).decode())
-
-
-def _print_table(batches: list[Batch], url: str) -> None:
-    if not batches:
-        print(f"no batches on {url}")
-        return
-    table = Table("batch", "status", box=None, pad_edge=False, header_style="bold")
-    for name in ("done", "failed", "of", "age"):
-        table.add_column(name, justify="right")
-    table.add_column("input", overflow="ellipsis", no_wrap=True)
-    for batch in batches:
-        counts = [f"{batch.completed:,}", f"{batch.failed:,}", f"{batch.total:,}"]
-        table.add_row(batch.id, batch.status, *counts, _age(batch), (batch.metadata or {}).get("input", ""))
-    # Ids are copied from here: never folded, however narrow the terminal.
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    for column in table.columns[:2]:
-        column.no_wrap = True
-        column.min_width = max(len(str(cell)) for cell in column.cells)
-    with suppress(BrokenPipeError):
-        console.print(table)
-
-
-def _age(batch: Batch) -> str:
-    seconds = max(0.0, time.time() - batch.created_at) if batch.created_at else 0.0
-    return clock(seconds) if seconds < 86_400 else f"{seconds / 86_400:.0f} d"
-
-
-def _print_one(batch: Batch) -> None:
-    took = (batch.ended_at or time.time()) - batch.created_at if batch.created_at else 0
-    rows = {
-        "batch": batch.id,
-        "status": batch.status,
-        "endpoint": batch.endpoint,
-        "lines": f"{batch.completed:,} done, {batch.failed:,} failed, of {batch.total:,}",
-        "tokens": "" if batch.tokens is None else f"{batch.tokens:,}",
-        "time": clock(took) if took else "",
-        "output": batch.output_file,
-        "errors": batch.error_file,
-        "input": (batch.metadata or {}).get("input", ""),
-        "why": f"{os.linesep}          ".join(batch.errors),
-    }
-    print("\n".join(f"{name:<9} {value}" for name, value in rows.items() if value))

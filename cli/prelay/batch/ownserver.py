@@ -20,6 +20,8 @@ TAIL_LINES = 12
 #: Longest time for its ordered stop, seconds; it has shorter ones for each of its parts.
 STOP_S = 90.0
 
+#: Between the name of one of its parts and what that says.
+CHILD = " │ "
 _READY = re.compile(r"ready on (http://\S+)")
 
 

@@ -17,7 +17,7 @@ from .course import Course, Wish, choose
 from .download import check_output, download, errors_path
 from .end import tell_end
 from .note import Note, Notebook
-from .ownserver import OwnServer, own_server
+from .ownserver import CHILD, OwnServer, own_server
 from .patience import Patience
 from .server import RUN, BatchServer
 from .source import Ready, Source, ready
@@ -87,10 +87,15 @@ class Run:
 
     def _start(self, arguments: Sequence[str]) -> OwnServer:
         begun, report = time.monotonic(), self.report
+
+        def tell(line: str) -> None:
+            if CHILD not in line:  # what its parts say is for when it fails
+                report.waiting(f"prelay serve: {line.removeprefix('… ')}")
+
         report.waiting("starting prelay serve")
         self._stack.callback(report.settled)
         try:
-            own = self._stack.enter_context(own_server(arguments, lambda line: report.waiting(f"prelay serve: {line}")))
+            own = self._stack.enter_context(own_server(arguments, tell))
         finally:
             report.settled()
         self.report.step(f"a server of its own on {own.url} after {time.monotonic() - begun:.1f} s")

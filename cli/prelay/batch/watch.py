@@ -49,7 +49,7 @@ def shown(report: Report) -> Iterator[Show]:
         TextColumn("{task.fields[speed]}"),
     )
     with Progress(*columns, console=report.console, transient=True, expand=True, refresh_per_second=4) as bars:
-        yield _Bar(bars, bars.add_task("", total=None, counts="", speed=""))
+        yield _Bar(bars, bars.add_task("asking", total=None, counts="", speed=""))
 
 
 class _Bar:

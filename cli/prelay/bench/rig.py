@@ -56,6 +56,7 @@ def null_service(model: Path | None, step_ms: float, max_running: int) -> Iterat
             "kv_blocks": "65536",
             "prefill_kv_blocks": "65536",
             "max_running": str(max_running),
+            "batch": "0",
         }
         words = [word for option, value in options.items() for word in (OPTIONS[option].flag, value)]
         with _started(["serve", "--null-model", *words], folder / "log") as process:

@@ -42,6 +42,7 @@ def test_help_imports_nothing_heavy() -> None:
         "prefill",
         "decode",
         "unified",
+        "batch-worker",
         "doctor",
         "chat",
         "model fetch-demo",
@@ -71,6 +72,7 @@ def test_every_command_has_help_with_an_example(command: str, capsys: pytest.Cap
         (["serve", "extra"], "unexpected extra argument"),
         (["nonsense"], "No such command 'nonsense'"),
         (["decode"], "prelay: --redis-url is needed"),
+        (["batch-worker", "--redis-url", "redis://x"], "prelay: --files-dir is needed"),
         (["chat", "--max-tokens", "0"], "--max-tokens"),
         (["batch", "run", "-o", "x"], "prelay: no INPUT: name a file of requests"),
         (["batch", "run", "/none.jsonl", "-o", "x"], "prelay: cannot read /none.jsonl: No such file"),
@@ -105,17 +107,20 @@ def test_secrets_on_the_command_line_leave_it_before_anything_else_happens() -> 
 import os, sys
 import prelay.main as main
 def show(program, arguments, environment):
-    print(arguments[1:], environment.get("PRELAY_REDIS_URL"), environment.get("PRELAY_API_KEY"))
+    names = ("PRELAY_REDIS_URL", "PRELAY_API_KEY", "PRELAY_BATCH_REDIS_URL")
+    print(arguments[1:], *map(environment.get, names))
 os.execve = show
 for words in (["serve", "--redis-url", "redis://:hush@q/0", "--port", "1"], ["serve", "--redis-url=redis://:hush@q/0"],
               ["serve", "--redis-url", "redis://q/0"], ["serve", "--redis-url"],
               ["serve", "--api-key", "k1", "--port", "1", "--api-key=k2", "--redis-url", "redis://q/0"],
+              ["serve", "--batch-redis-url", "redis://:hush@j/0", "--redis-url=redis://:hush@q/0"],
               ["serve", "--api-key"], ["serve", "--api-key", ""], ["serve", "--api-key-file", "keys"]):
     main._hide_secrets(words)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        "['-P', '-m', 'prelay', 'serve', '--port', '1'] redis://:hush@q/0 None",
-        "['-P', '-m', 'prelay', 'serve'] redis://:hush@q/0 None",
-        "['-P', '-m', 'prelay', 'serve', '--port', '1', '--redis-url', 'redis://q/0'] None k1,k2",
+        "['-P', '-m', 'prelay', 'serve', '--port', '1'] redis://:hush@q/0 None None",
+        "['-P', '-m', 'prelay', 'serve'] redis://:hush@q/0 None None",
+        "['-P', '-m', 'prelay', 'serve', '--port', '1', '--redis-url', 'redis://q/0'] None k1,k2 None",
+        "['-P', '-m', 'prelay', 'serve'] redis://:hush@q/0 None redis://:hush@j/0",
     ]

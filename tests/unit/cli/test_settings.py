@@ -155,10 +155,17 @@ def test_a_password_shows_neither_in_the_settings_nor_in_an_error() -> None:
 
 def test_a_child_reads_back_what_its_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"redis_url": "redis://:hush@queue/0", "unified": "2", "null_model": True, "kv_blocks": "7"}
+    given |= {"batch_redis_url": "redis://:hush@jobs/0", "batch": "3", "files_dir": "here"}
     first = load(given, None)
     for name, value in first.environment().items():
         monkeypatch.setenv(name, value)
     assert load({}, None).model_dump() == first.model_dump()
+
+
+def test_the_jobs_of_batches_are_where_the_queue_is_unless_they_have_a_server_of_their_own() -> None:
+    assert load({"redis_url": "redis://queue"}, None).jobs_url == "redis://queue"
+    assert load({"redis_url": "redis://queue", "batch_redis_url": "redis://jobs"}, None).jobs_url == "redis://jobs"
+    assert load({}, None).jobs_url is None
 
 
 def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
