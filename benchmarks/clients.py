@@ -43,8 +43,9 @@ TOKENS = 60
 
 @dataclass
 class Gaps:
-    """When the frames of one stream came."""
+    """When the frames of one stream came. `open`: the server has begun to answer."""
 
+    open: bool = False
     at: list[float] = field(default_factory=list)
 
     def late_ms(self) -> list[float]:
@@ -59,9 +60,14 @@ def body(prompt: list[int], **more: Any) -> dict[str, Any]:
 
 async def read(client: httpx.AsyncClient, asked: dict[str, Any], gaps: Gaps) -> None:
     async with client.stream("POST", COMPLETIONS, json={**asked, "stream": True}) as response:
+        gaps.open = True
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 gaps.at.append(time.monotonic())
+
+
+async def all_open(found: list[Gaps]) -> None:
+    await asyncio.to_thread(until, lambda: all(gaps.open for gaps in found), 120)
 
 
 async def active(api: Api, prefill: Process, count: int) -> list[float]:
@@ -70,7 +76,7 @@ async def active(api: Api, prefill: Process, count: int) -> list[float]:
         found = [Gaps() for _ in range(count)]
         asked = [read(client, body([n, 1], priority="interactive"), gaps) for n, gaps in enumerate(found)]
         reading = asyncio.gather(*asked)
-        await asyncio.sleep(2)
+        await all_open(found)
         prefill.send(signal.SIGCONT)
         await reading
     return sorted(late for gaps in found for late in gaps.late_ms())
@@ -79,8 +85,12 @@ async def active(api: Api, prefill: Process, count: int) -> list[float]:
 async def idle(api: Api, count: int, ready: asyncio.Event, over: asyncio.Event) -> None:
     """Streams that wait, and hear comments."""
     async with client_of(api.url) as client:
-        asked = [asyncio.create_task(read(client, body([n, 2], priority="batch"), Gaps())) for n in range(count)]
-        await asyncio.sleep(5 + count / 200)
+        found = [Gaps() for _ in range(count)]
+        asked = [
+            asyncio.create_task(read(client, body([n % 1000, n // 1000 + 2], priority="batch"), gaps))
+            for n, gaps in enumerate(found)
+        ]
+        await all_open(found)
         ready.set()
         await over.wait()
         for task in asked:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.bed.servers import own_server
+from tests.bed.servers import own_server, shared_server
 from tests.bed.serving import Serving, serving
 from tests.bed.tokenizer import make_tokenizer
 
-__all__ = ["own_server"]
+__all__ = ["own_server", "shared_server"]
 
 
 @pytest.fixture(scope="session")
