@@ -21,9 +21,9 @@ from prelay_text.errors import RequestError
 from . import description
 from .access import RequireKey
 from .admission import on_busy
-from .errors import BodyTooLarge
+from .errors import BodyTooLarge, Closing
 from .local import LocalAdmin
-from .outcome import FULL, INTERNAL, UNAVAILABLE, Failure, refused
+from .outcome import CLOSING, FULL, INTERNAL, UNAVAILABLE, Failure, refused
 from .replies import failed
 from .routes import admin, batches, completions, dead, files, health, models, streams, tokenize
 from .service import Service
@@ -116,6 +116,9 @@ def _add_handlers(app: FastAPI) -> None:
     async def on_unavailable(_: Request, __: Exception) -> Response:
         return failed(UNAVAILABLE)
 
+    async def on_closing(_: Request, __: Exception) -> Response:
+        return failed(CLOSING)
+
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=400)  # the client has left; nobody reads it
 
@@ -132,6 +135,7 @@ def _add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(QueueBusy, on_busy)
     app.add_exception_handler(QueueUnavailable, on_unavailable)
     app.add_exception_handler(QueueError, on_fault)
+    app.add_exception_handler(Closing, on_closing)
     app.add_exception_handler(ClientDisconnect, on_gone)
     app.add_exception_handler(Exception, on_fault)
 

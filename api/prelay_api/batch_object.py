@@ -86,12 +86,18 @@ def _seconds(moment_ms: int) -> int | None:
     return moment_ms // 1000 if moment_ms else None
 
 
-def _usage(state: BatchState | None) -> dict[str, int] | None:
-    """Tokens of the lines that were served so far."""
+def _usage(state: BatchState | None) -> dict[str, Any] | None:
+    """Tokens of the lines that were served so far. What of them was cached is not counted for a batch."""
     if state is None or not state.progress.completed:
         return None
     asked, answered = state.progress.prompt_tokens, state.progress.completion_tokens
-    return {"input_tokens": asked, "output_tokens": answered, "total_tokens": asked + answered}
+    return {
+        "input_tokens": asked,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": answered,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": asked + answered,
+    }
 
 
 def _errors(raw: str) -> dict[str, Any] | None:

@@ -15,7 +15,9 @@ from starlette.types import Receive, Scope, Send
 from prelay_files.store import StoredFile
 from prelay_text.errors import RequestError
 
+from .errors import Closing
 from .threads import in_thread
+from .transfers import Transfers
 
 log = logging.getLogger("prelay.files")
 
@@ -40,11 +42,16 @@ def wanted_range(header: str | None, size: int) -> range | None:
 
 
 class Download(Response):
-    """Sends an open file, or a part of it, and closes it. A client that takes nothing for `stall_s` is cut off."""
+    """Sends an open file, or a part of it, and closes it.
+
+    A client that takes nothing for `stall_s` is cut off, and so are all when the process stops: they miss the rest.
+    """
 
     media_type = "application/octet-stream"
 
-    def __init__(self, file: StoredFile, content: BinaryIO, part: range | None, stall_s: float) -> None:
+    def __init__(
+        self, file: StoredFile, content: BinaryIO, part: range | None, stall_s: float, transfers: Transfers
+    ) -> None:
         name = quote(file.filename, safe="")
         place = {} if part is None else {"content-range": f"bytes {part.start}-{part.stop - 1}/{file.bytes}"}
         disposition = f"attachment; filename*=UTF-8''{name}"
@@ -52,14 +59,17 @@ class Download(Response):
         super().__init__(status_code=200 if part is None else 206, headers=headers)
         self._part = range(file.bytes) if part is None else part
         self.headers["content-length"] = str(len(self._part))
-        self._content, self._stall_s = content, stall_s
+        self._content, self._stall_s, self._transfers = content, stall_s, transfers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._send_part(send)
+            with self._transfers.one():
+                await self._send_part(send)
         except TimeoutError:
             log.warning("a client took nothing for %g s: its download is cut", self._stall_s)
+            return
+        except Closing:
             return
         finally:
             self._content.close()

@@ -32,6 +32,7 @@ from .outcome import CLOSING, Failure
 from .resume import resume
 from .session import Links, Session
 from .sweeper import Sweeper
+from .transfers import Transfers
 from .watchdog import Watchdog
 
 log = logging.getLogger("prelay.api")
@@ -48,6 +49,7 @@ class Service:
         self.closing = False
         self.told = False  # the open requests know that
         self.sessions: set[Session] = set()
+        self.transfers = Transfers()
         self._batches: Batches | None = None
         self._watchdog: Watchdog | None = None
 
@@ -87,6 +89,7 @@ class Service:
         May be called more than once.
         """
         self.told = True
+        self.transfers.end()
         for session in list(self.sessions):
             if session.linger_s:
                 session.hand_on()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 
+#: Not asyncio's own threads: a disk that is slow must not hold up the prompts that are tokenised in those.
+_threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="files")
+
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Run `work` in a thread. When cancelled it waits for the thread all the same: nothing goes on behind it."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
+    running = asyncio.get_running_loop().run_in_executor(_threads, work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

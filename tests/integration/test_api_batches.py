@@ -25,6 +25,7 @@ from prelay_queue.batch_jobs import BatchJobs
 from prelay_queue.batches import BatchProgress, BatchScripts, BatchState, BatchStatus
 from prelay_queue.client import SyncQueue
 from prelay_queue.settings import QueueSettings
+from prelay_worker.config import NullModel, Role
 from tests.bed import http
 from tests.bed.processes import Api, Fleet, fleet, until
 from tests.bed.servers import Server
@@ -284,6 +285,38 @@ def test_while_redis_is_away_a_batch_is_not_taken_and_leaves_nothing(
             own_server.start()
             until(lambda: http.get(f"{api.url}/v1/batches").status_code == 200)
             assert client.batches.list().data == []
+
+
+def test_a_file_is_answered_line_by_line_good_and_bad(new_fleet: Fleet, tmp_path: Path) -> None:
+    """From the upload to the results, through real workers."""
+    api = new_fleet.api(files_dir=tmp_path)
+    new_fleet.worker(Role.UNIFIED, null=NullModel(step_ms=0))
+    new_fleet.batch_worker(tmp_path)
+
+    def line(name: str, **body: Any) -> bytes:
+        whole = {"model": "null", "prompt": [1, 2], "max_tokens": 5, "seed": 1, **body}
+        return orjson.dumps({"custom_id": name, "method": "POST", "url": COMPLETIONS, "body": whole})
+
+    lines = [line("a"), b"", b"{", line("b", max_tokens=7), line("c", max_tokens=-1), line("a")]
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client:
+        file = client.files.create(file=("in.jsonl", b"\xef\xbb\xbf" + b"\r\n".join(lines)), purpose="batch")
+        batch = client.batches.create(endpoint=COMPLETIONS, completion_window="24h", input_file_id=file.id)
+        batch = until(lambda: (found := client.batches.retrieve(batch.id)).status == "completed" and found)
+        assert batch.request_counts is not None
+        assert batch.request_counts.model_dump() == {"total": 5, "completed": 2, "failed": 3}
+        assert batch.usage is not None
+        assert (batch.usage.input_tokens, batch.usage.output_tokens) == (4, 12)
+        assert batch.output_file_id is not None
+        assert batch.error_file_id is not None
+        answers = [orjson.loads(each) for each in client.files.content(batch.output_file_id).read().splitlines()]
+        errors = [orjson.loads(each) for each in client.files.content(batch.error_file_id).read().splitlines()]
+        alone = client.completions.create(model="null", prompt=[1, 2], max_tokens=7, seed=1)
+        listed = {file.id: file.purpose for file in client.files.list()}
+    texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in answers}
+    assert set(texts) == {"a", "b"}
+    assert texts["b"] == alone.choices[0].text
+    assert sorted(each["id"].rpartition("_")[2] for each in errors) == ["2", "4", "5"]
+    assert listed[batch.output_file_id] == listed[batch.error_file_id] == "batch_output"
 
 
 # --- the watchdog

@@ -110,7 +110,8 @@ async def upload(request: Request) -> Response:
     check_encoding(request)
     taking = Upload(store, _limits(service.config), boundary_of(request.headers.get("content-type", "")))
     try:
-        await _feed(taking, request, service.config.max_file_bytes + MAX_FRAME_BYTES)
+        with service.transfers.one():
+            await _feed(taking, request, service.config.max_file_bytes + MAX_FRAME_BYTES)
         file = await in_thread(taking.finish)
     finally:
         await in_thread(taking.abort)
@@ -168,7 +169,7 @@ async def content(request: Request, file_id: str) -> Response:
     file = await in_thread(partial(store.get, file_id))
     part = wanted_range(request.headers.get("range"), file.bytes)
     opened = await in_thread(partial(store.open, file_id))
-    return Download(file, opened, part, service.config.stall_s)
+    return Download(file, opened, part, service.config.stall_s, service.transfers)
 
 
 @router.delete(
