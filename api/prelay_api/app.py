@@ -23,10 +23,11 @@ from .access import RequireKey
 from .admission import on_busy
 from .errors import BodyTooLarge, Closing
 from .local import LocalAdmin
+from .metrics import count_refusal
 from .outcome import CLOSING, FULL, INTERNAL, UNAVAILABLE, Failure, refused
 from .replies import failed
-from .routes import admin, batches, completions, dead, files, health, models, streams, tokenize
-from .service import Service
+from .routes import admin, batches, completions, dead, files, health, metrics, models, streams, tokenize
+from .service import Service, service_of
 from .unserved import reason
 
 log = logging.getLogger("prelay.api")
@@ -59,7 +60,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_middleware(RequireKey, keys=service.config.api_keys)
     else:
         app.add_middleware(LocalAdmin)
-    for part in (completions, streams, tokenize, files, batches, models, health, admin, dead):
+    for part in (completions, streams, tokenize, files, batches, models, health, metrics, admin, dead):
         app.include_router(part.router)
     _add_handlers(app)
     description.describe(app, service.config)
@@ -81,8 +82,9 @@ class HeadIsGet:
 def _add_handlers(app: FastAPI) -> None:
     """Each error becomes an answer; only the last of them is a fault of ours."""
 
-    async def on_refused(_: Request, error: Exception) -> Response:
+    async def on_refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
+        _count(request, error)
         return failed(refused(error))
 
     async def on_too_large(_: Request, error: Exception) -> Response:
@@ -110,14 +112,20 @@ def _add_handlers(app: FastAPI) -> None:
             case status:
                 return failed(Failure(status, str(error.detail), "invalid_request_error"), error.headers)
 
-    async def on_full(_: Request, __: Exception) -> Response:
+    async def on_full(request: Request, error: Exception) -> Response:
+        _count(request, error)
         return failed(FULL)
 
-    async def on_unavailable(_: Request, __: Exception) -> Response:
+    async def on_unavailable(request: Request, error: Exception) -> Response:
+        _count(request, error)
         return failed(UNAVAILABLE)
 
     async def on_closing(_: Request, __: Exception) -> Response:
         return failed(CLOSING)
+
+    async def on_too_many(request: Request, error: Exception) -> Response:
+        _count(request, error)
+        return await on_busy(request, error)
 
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=400)  # the client has left; nobody reads it
@@ -132,12 +140,18 @@ def _add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(StorageFailed, on_storage_failed)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(QueueFull, on_full)
-    app.add_exception_handler(QueueBusy, on_busy)
+    app.add_exception_handler(QueueBusy, on_too_many)
     app.add_exception_handler(QueueUnavailable, on_unavailable)
     app.add_exception_handler(QueueError, on_fault)
     app.add_exception_handler(Closing, on_closing)
     app.add_exception_handler(ClientDisconnect, on_gone)
     app.add_exception_handler(Exception, on_fault)
+
+
+def _count(request: Request, error: Exception) -> None:
+    """Only what asks for an answer of the model is a request to the metrics."""
+    if request.scope["path"] in ("/v1/completions", "/v1/chat/completions"):
+        count_refusal(service_of(request).metrics, error)
 
 
 def _no_such_path(request: Request) -> Response:

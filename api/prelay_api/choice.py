@@ -23,6 +23,7 @@ from prelay_text.tokenizer import Tokenizer
 from prelay_text.whole import Answer
 
 from .hub import Hub
+from .metrics import Timing
 from .outcome import internal_error
 from .relay import Action, Deliver, End, Relay, Requeue, Reread, Resubmit, Rewind
 
@@ -46,6 +47,7 @@ class Choice:
         *,
         keep_delivered: bool,
         changed: Callable[[], None],
+        timing: Timing | None = None,
     ) -> None:
         self.form = form
         self.job = job
@@ -56,6 +58,7 @@ class Choice:
         self._reporter = form.reporter(tokenizer)
         self._opened = form.echo is None  # what stands before the answer was shown
         self._changed = changed
+        self._timing = timing or Timing()
         self._subscription = hub.subscribe(form.job, self.relay)
         self._driver: asyncio.Task[None] | None = None
         self._delay = 0.1
@@ -212,7 +215,12 @@ class Choice:
             match action:
                 case Rewind(count):
                     self._assembler.rewind(count)
-                case Deliver() | End():
+                case Deliver():
+                    self._timing.tokens(len(self.relay.ids))
+                    self._changed()
+                case End(reason):
+                    if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                        self._timing.ended(len(self.relay.ids))
                     self._changed()
                 case _:
                     rest.append(action)
@@ -245,6 +253,8 @@ class Choice:
         answer = await queue.run(queue.scripts.requeue(self.id, epoch, resume, self.job.attachment))
         await failpoints.ahit("relay.requeue.after")
         log.info("%s was preempted at epoch %d: %s at epoch %d, resume %d", self.id, epoch, *_words(answer))
+        if answer.code == "ok":
+            self._timing.requeued(max(0, self.relay.standing - answer.resume))
         return self.relay.on_requeued(answer)
 
     async def _resubmit(self, action: Resubmit) -> list[Action]:
@@ -253,6 +263,8 @@ class Choice:
         job = replace(self.job, epoch=epoch, ids=ids, notes=action.notes)
         (answer,) = await queue.run(queue.scripts.submit([job]))
         log.warning("Redis lost %s: submitted again at epoch %d with %d tokens (%s)", self.id, epoch, len(ids), answer)
+        if answer == "new":
+            self._timing.resubmitted()
         return self.relay.on_submitted(answer, epoch)
 
     async def _reread(self) -> list[Action]:

@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 
 from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import QueueError
+from prelay_queue.recorder import NOBODY, Recorder
 from prelay_queue.sweep import expire, say_expired
 from prelay_text.checks import show
 from prelay_text.errors import RequestError
@@ -64,8 +65,9 @@ def _read(value: str) -> int:
 class Deadlines:
     """The deadlines of this process's sessions, and this process's part in looking for late jobs of everybody."""
 
-    def __init__(self, queue: AsyncQueue) -> None:
+    def __init__(self, queue: AsyncQueue, recorder: Recorder = NOBODY) -> None:
         self._queue = queue
+        self._recorder = recorder
         self._last_words: dict[Session, asyncio.TimerHandle] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -99,4 +101,4 @@ class Deadlines:
             await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
             with contextlib.suppress(QueueError, RedisError):  # the reader says that Redis is away
                 ended = await self._queue.run(expire(self._queue.scripts))
-                say_expired(ended)
+                say_expired(ended, self._recorder)

@@ -12,6 +12,8 @@ from typing import cast
 from starlette.requests import Request
 
 from prelay_queue.client import AsyncQueue
+from prelay_queue.metric_table import Part
+from prelay_queue.metrics import Metrics
 from prelay_text.errors import RequestError
 from prelay_text.fingerprint import fingerprint
 from prelay_text.render import Renderer
@@ -28,6 +30,7 @@ from .deadline import Deadlines
 from .fleet import FleetWatch
 from .hub import Hub
 from .idempotency import Sent
+from .metrics import outcome
 from .outcome import CLOSING, Failure
 from .resume import resume
 from .session import Links, Session
@@ -52,18 +55,19 @@ class Service:
         self.transfers = Transfers()
         self._batches: Batches | None = None
         self._watchdog: Watchdog | None = None
+        self.metrics = Metrics(Part.API, Part.EVERY)
 
     async def start(self) -> None:
         """Connect and begin to listen; Redis need not answer yet."""
-        self.queue = AsyncQueue(self.config.queue)
+        self.queue = AsyncQueue(self.config.queue, self.metrics)
         self.hub = Hub(self.queue)
         self.canceller = Canceller(self.queue)
-        self.sweeper = Sweeper(self.queue, self.hub.contact)
+        self.sweeper = Sweeper(self.queue, self.hub.contact, self.metrics)
         self.fleet = FleetWatch(self.queue)
-        self.deadlines = Deadlines(self.queue)
+        self.deadlines = Deadlines(self.queue, self.metrics)
         self.memory = MemoryWatch(self.queue)
         keep_delivered = self.config.keep == "delivered"
-        self._links = Links(self.hub, self.canceller, self.tokenizer, keep_delivered, self._closed)
+        self._links = Links(self.hub, self.canceller, self.tokenizer, keep_delivered, self._closed, self.metrics)
         for part in (self.hub, self.canceller, self.sweeper, self.fleet, self.deadlines, self.memory):
             part.start()
         if self.config.files_dir is not None:
@@ -126,21 +130,32 @@ class Service:
         limits = await self.fleet.limits(self.tokenizer.context_len)
         work = partial(resolve, request, self.tokenizer, limits, spare_seed=secrets.randbits(64))
         parts = await asyncio.to_thread(work) if long else work()
-        session = Session.begin(self._links, self._renderer(request), request, parts, sent)
-        self.sessions.add(session)
+        session = Session.begin(self._links, self._renderer(request), request, parts, sent, arrived_at=began)
+        self._opened(session)
         if request.deadline_ms is not None:
             self.deadlines.set(session, began + request.deadline_ms / 1000)
         return session
 
+    def _opened(self, session: Session) -> None:
+        self.sessions.add(session)
+        self.metrics.set("prelay_open_requests", len(self.sessions))
+
     def _closed(self, session: Session) -> None:
         self.sessions.discard(session)
         self.deadlines.forget(session)
+        self.metrics.set("prelay_open_requests", len(self.sessions))
+        if session.attached:  # what was refused is counted where it is told so
+            ended = outcome([choice.relay.end for choice in session.choices], lingers=session.linger_s > 0)
+            self.metrics.inc("prelay_requests_total", session.cls, ended)
+            if session.arrived_at is not None and ended in ("stop", "length"):
+                took = time.monotonic() - session.arrived_at
+                self.metrics.observe("prelay_e2e_request_latency_seconds", took, session.cls)
 
     async def resume(self, request_id: str, cursor: str | None) -> Session | Failure:
         """A session that goes on with a stream, wherever that began. Always `close` it. Raise as `resume` does."""
         session = await resume(self._links, request_id, cursor)
         if isinstance(session, Session):
-            self.sessions.add(session)
+            self._opened(session)
             if session.ends_at:
                 self.deadlines.set(session, session.ends_at)
         return session

@@ -11,6 +11,8 @@ from prelay_queue import trace
 from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import QueueUnavailable
 from prelay_queue.job import JobSpec
+from prelay_queue.metric_table import NO_CLASS
+from prelay_queue.recorder import NOBODY, Recorder
 from prelay_queue.scripts import NewJob
 from prelay_text.form import Form, form_of
 from prelay_text.render import Renderer, Usage
@@ -23,6 +25,7 @@ from .canceller import Canceller
 from .choice import Choice
 from .hub import Hub
 from .idempotency import Sent
+from .metrics import Timing
 from .outcome import Failure, failure
 
 
@@ -35,6 +38,7 @@ class Links:
     tokenizer: Tokenizer
     keep_delivered: bool
     closed: Callable[[Session], None]
+    recorder: Recorder = NOBODY
 
     def attachment(self) -> str:
         """A new name under which to watch jobs."""
@@ -62,14 +66,22 @@ class Session:
     """The choices of one request, relayed side by side. Always `close` it.
 
     `work` has for each choice its form, and its job unless that is over. `attached`: the jobs are there already, and
-    we watch them as `attachment`.
+    we watch them as `attachment`. `arrived_at`: the request, on the monotonic clock; None: it arrived elsewhere.
     """
 
     def __init__(
-        self, links: Links, work: Sequence[tuple[Form, NewJob | None]], attachment: str, *, attached: bool = False
+        self,
+        links: Links,
+        work: Sequence[tuple[Form, NewJob | None]],
+        attachment: str,
+        *,
+        attached: bool = False,
+        arrived_at: float | None = None,
     ) -> None:
         self.renderer = work[0][0].renderer
         self.attached = attached
+        self.arrived_at = arrived_at
+        self.cls = next((str(job.spec.priority) for _, job in work if job is not None), NO_CLASS)
         self.begun = False  # the client has the first chunks of a stream
         self.handed_on = False
         self.linger_s = 0.0  # how long the jobs are watched on when the client vanishes
@@ -86,6 +98,7 @@ class Session:
                 job,
                 keep_delivered=links.keep_delivered,
                 changed=self._changed.set,
+                timing=Timing(links.recorder, self.cls, arrived_at),
             )
             for form, job in work
         ]
@@ -98,10 +111,11 @@ class Session:
         request: CompletionRequest | ChatRequest,
         parts: Sequence[JobPart],
         sent: Sent | None = None,
+        arrived_at: float | None = None,
     ) -> Session:
         """A session for a new request, whose jobs are still to be submitted; `sent` under a key, or not."""
         work = new_jobs(links, renderer, request, parts, sent)
-        return cls(links, work, work[0][1].attachment)
+        return cls(links, work, work[0][1].attachment, arrived_at=arrived_at)
 
     def __repr__(self) -> str:
         return f"Session({self.renderer.id!r}, {self.choices!r})"

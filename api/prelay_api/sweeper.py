@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 
 from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import QueueError
+from prelay_queue.recorder import NOBODY, Recorder
 from prelay_queue.sweep import say, sweep
 
 from .contact import Contact
@@ -24,7 +25,8 @@ class Sweeper:
     An outage must not expire the world: whoever holds a lease needs one lease of time to renew it first.
     """
 
-    def __init__(self, queue: AsyncQueue, contact: Contact) -> None:
+    def __init__(self, queue: AsyncQueue, contact: Contact, recorder: Recorder = NOBODY) -> None:
+        self._recorder = recorder
         self._queue = queue
         self._contact = contact
         self._task: asyncio.Task[None] | None = None
@@ -44,7 +46,7 @@ class Sweeper:
             if self._contact.held_ms < times.lease_ms or server_ms is None:
                 continue
             try:
-                say(await self._queue.run(sweep(self._queue.scripts, times, server_ms)))
+                say(await self._queue.run(sweep(self._queue.scripts, times, server_ms)), self._recorder)
             except (QueueError, RedisError) as error:
                 log.warning("sweep: %s", error)
                 self._contact.lost()

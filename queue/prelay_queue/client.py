@@ -7,6 +7,7 @@ redis-py's defaults do neither (they repeat an XADD on a cut connection and stra
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from . import failpoints
 from .errors import QueueError, QueueFull, QueueUnavailable
 from .keys import Keys
 from .pool import FairPool
+from .recorder import NOBODY, Recorder
 from .scripts import Call, Scripts, sha, source
 from .settings import QueueSettings
 
@@ -61,6 +63,12 @@ def translate(error: Exception) -> QueueError:
     return QueueError(words or type(error).__name__)
 
 
+def _counted(recorder: Recorder, error: QueueError) -> QueueError:
+    kinds = {QueueUnavailable: "unavailable", QueueFull: "full"}
+    recorder.inc("prelay_redis_errors_total", kinds.get(type(error), "refused"))
+    return error
+
+
 def _evalsha(call: Call[Any]) -> tuple[Any, ...]:
     return ("EVALSHA", sha(call.name), 1, call.prefix, *call.args)
 
@@ -70,10 +78,10 @@ def _eval(call: Call[Any]) -> tuple[Any, ...]:
     return ("EVAL", source(call.name), 1, call.prefix, *call.args)
 
 
-def _decoded(call: Call[Any], answer: Any) -> Any:
+def _decoded(call: Call[Any], answer: Any, recorder: Recorder) -> Any:
     """The answer to one call of several; what was refused of it as the error."""
     if isinstance(answer, Exception):
-        return translate(answer)
+        return _counted(recorder, translate(answer))
     try:
         return call.decode(answer)
     except QueueError as error:  # refused by the script itself
@@ -93,8 +101,9 @@ _COMMON: dict[str, Any] = {
 class SyncQueue:
     """One process's queue connections for threads. Safe to share between threads."""
 
-    def __init__(self, settings: QueueSettings) -> None:
+    def __init__(self, settings: QueueSettings, recorder: Recorder = NOBODY) -> None:
         self.settings = settings
+        self._recorder = recorder
         self.keys = Keys(settings.fleet, settings.partition)
         self.scripts = Scripts(self.keys, settings.max_queued_jobs, settings.max_queued_tokens)
         pool = redis.BlockingConnectionPool.from_url(
@@ -121,12 +130,14 @@ class SyncQueue:
     def run(self, call: Call[R]) -> R:
         """Send one script call. Raise QueueFull, QueueUnavailable or QueueError."""
         failpoints.hit(f"{call.name}.before")
+        began = time.perf_counter()
         try:
             answer = self._send(call)
             if failpoints.loses_reply(call.name):
                 answer = self._send(call)
         except RedisError as error:
-            raise translate(error) from None
+            raise _counted(self._recorder, translate(error)) from None
+        self._recorder.observe("prelay_redis_command_seconds", time.perf_counter() - began, call.name)
         failpoints.hit(f"{call.name}.after")
         return call.decode(answer)
 
@@ -145,10 +156,13 @@ class SyncQueue:
         """
         if len(calls) == 1 or failpoints.armed():
             return [self._answer(call) for call in calls]
+        began = time.perf_counter()
         try:
-            return self._pipeline(calls)
+            answers = self._pipeline(calls)
         except RedisError as error:
-            raise translate(error) from None
+            raise _counted(self._recorder, translate(error)) from None
+        self._recorder.observe("prelay_redis_command_seconds", time.perf_counter() - began, "pipeline")
+        return answers
 
     def _answer(self, call: Call[Any]) -> Any:
         """One call of several, with its failpoints. What makes the rest pointless is raised."""
@@ -164,7 +178,7 @@ class SyncQueue:
         if any(isinstance(answer, NoScriptError) for answer in answers):
             # Scripts are idempotent, so the whole batch is simply sent again, in order.
             answers = self._pipeline_once([_eval(call) for call in calls])
-        return [_decoded(call, answer) for call, answer in zip(calls, answers, strict=True)]
+        return [_decoded(call, answer, self._recorder) for call, answer in zip(calls, answers, strict=True)]
 
     def _pipeline_once(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         with self.redis.pipeline(transaction=False) as pipe:
@@ -180,8 +194,9 @@ class SyncQueue:
 class AsyncQueue:
     """One process's queue connections for asyncio. A cancelled `run` leaves a complete call or none."""
 
-    def __init__(self, settings: QueueSettings) -> None:
+    def __init__(self, settings: QueueSettings, recorder: Recorder = NOBODY) -> None:
         self.settings = settings
+        self._recorder = recorder
         self.keys = Keys(settings.fleet, settings.partition)
         self.scripts = Scripts(self.keys, settings.max_queued_jobs, settings.max_queued_tokens)
         pool = FairPool.from_url(
@@ -208,12 +223,14 @@ class AsyncQueue:
     async def run(self, call: Call[R]) -> R:
         """Send one script call. Raise QueueFull, QueueUnavailable or QueueError."""
         await failpoints.ahit(f"{call.name}.before")
+        began = time.perf_counter()
         try:
             answer = await self._send(call)
             if failpoints.loses_reply(call.name):
                 answer = await self._send(call)
         except RedisError as error:
-            raise translate(error) from None
+            raise _counted(self._recorder, translate(error)) from None
+        self._recorder.observe("prelay_redis_command_seconds", time.perf_counter() - began, call.name)
         await failpoints.ahit(f"{call.name}.after")
         return call.decode(answer)
 

@@ -143,6 +143,7 @@ class Claim:
     submitted_ms: int = 0  # server time
     deadline_ms: int = 0  # server time, 0 is none
     failed_handovers: int = 0  # in a row
+    queued_ms: int = 0  # server time at which it came into the stream that it was claimed from, 0 is unknown
 
     @property
     def id(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import orjson
 
+from .recorder import Recorder
 from .scripts import Call, Reaped, Scripts
 from .settings import QueueTimes
 
@@ -44,14 +45,16 @@ def expire(scripts: Scripts) -> Call[tuple[str, ...]]:
     return scripts.expire(LIMIT)
 
 
-def say_expired(ended: Sequence[str]) -> None:
-    """Log what was ended."""
+def say_expired(ended: Sequence[str], recorder: Recorder) -> None:
+    """Log and count what was ended."""
     if ended:
+        recorder.inc("prelay_swept_jobs_total", "expired", by=len(ended))
         log.info("past their deadline: %s", ", ".join(ended))
 
 
-def say(swept: Reaped) -> None:
-    """Log what was given back."""
+def say(swept: Reaped, recorder: Recorder) -> None:
+    """Log and count what was given back."""
     for what in ("reaped", "requeued", "pushed", "dead", "abandoned"):
         if ids := getattr(swept, what):
+            recorder.inc("prelay_swept_jobs_total", what, by=len(ids))
             log.warning("sweep: %s %s", what, ", ".join(ids))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prelay_engine.sequence import Sequence
 from prelay_queue.job import Claim
 
 from .messages import key_of
 from .policy import Holder
+
+
+@dataclass(slots=True)
+class Times:
+    """When an attempt passed its stages here, monotonic seconds; 0 is not yet."""
+
+    began: float = 0.0
+    decoding: float = 0.0
+    sequence: Sequence | None = None  # what the engine was given
 
 
 @dataclass(slots=True)
@@ -24,6 +33,7 @@ class Attempt:
     leaving: bool = False  # asked back from the decode stream, and not answered
     exported: bool = False
     released: bool = False  # the release overtook the answer to our own hand-over
+    times: Times = field(default_factory=Times)
 
     @property
     def key(self) -> str:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
@@ -15,6 +16,7 @@ from prelay_queue.client import SyncQueue, is_missing_group
 from prelay_queue.errors import QueueError, QueueUnavailable
 from prelay_queue.job import PROTOCOL_VERSION
 from prelay_queue.keys import GROUP
+from prelay_queue.recorder import NOBODY, Recorder
 from prelay_queue.scripts import text
 
 from .admission import Admission
@@ -44,6 +46,7 @@ class Claimer:
         leases: LeaseKeeper,
         post: Callable[[Message], None],
         short_tokens: int = 0,
+        recorder: Recorder = NOBODY,
     ) -> None:
         """`short_tokens`: with room to spare, also take prefills of up to so many tokens that nobody has taken."""
         self._queue = queue
@@ -54,6 +57,7 @@ class Claimer:
         self._admission = admission
         self._leases = leases
         self._post = post
+        self._recorder = recorder
         self._reader = queue.reader()
         self._stopping = threading.Event()
         self._recover_own = True  # after any error: look at our own pending entries first
@@ -176,6 +180,7 @@ class Claimer:
             )
             self._cursors[stream] = text(cursor)
             for entry, fields in entries:
+                self._recorder.inc("prelay_redeliveries_total")
                 self._claim_entry(stream, text(entry), fields)
                 stolen = True
         if not stolen:
@@ -214,5 +219,6 @@ class Claimer:
         self._leases.hold(claim.id, claim.epoch)
         tokens = len(claim.spec.prompt_ids) + len(claim.ids)
         self._admission.charge(key_of(claim.id, claim.epoch), tokens, claim.alone)
-        self._post(Claimed(claim))
+        queued_ms = int(entry.partition("-")[0])  # the server's time at which it was put there
+        self._post(Claimed(replace(claim, queued_ms=queued_ms)))
         return True

@@ -52,4 +52,7 @@ class WorkerConfig:
     local_prefill_tokens: int = 0
     #: A job that waits for room counts one class higher each time after so long, seconds.
     patience_s: float = 30.0
+    #: Metrics are shown on this port; 0: nowhere.
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
     null: NullModel | None = None

@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
+from prelay_queue.recorder import NOBODY, Recorder
 from prelay_queue.scripts import Held
 from prelay_queue.sweep import expire, say, say_expired, sweep
 
@@ -29,12 +30,20 @@ log = logging.getLogger("prelay.lease")
 class LeaseKeeper:
     """Leases, heartbeat and sweep of one worker. `hold`, `export`, `drop` and `stamp` are for other threads."""
 
-    def __init__(self, queue: SyncQueue, worker: str, transport: Transport, post: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        queue: SyncQueue,
+        worker: str,
+        transport: Transport,
+        post: Callable[[Message], None],
+        recorder: Recorder = NOBODY,
+    ) -> None:
         self._queue = queue
         self._times = queue.settings.times
         self._worker = worker
         self._transport = transport
         self._post = post
+        self._recorder = recorder
         self._held: dict[tuple[str, int], str] = {}
         self._lock = threading.Lock()
         self._stamp = time.monotonic()
@@ -162,11 +171,11 @@ class LeaseKeeper:
         since = self._contact_since
         if since is None or (time.monotonic() - since) * 1000 < self._times.lease_ms or self._beaten is None:
             return
-        say(self._queue.run(sweep(self._queue.scripts, self._times, self.server_ms)))
+        say(self._queue.run(sweep(self._queue.scripts, self._times, self.server_ms)), self._recorder)
 
     def _expire(self) -> None:
         ended = self._queue.run(expire(self._queue.scripts))
-        say_expired(ended)
+        say_expired(ended, self._recorder)
 
     def farewell(self) -> None:
         """Remove the heartbeat: the fleet need not wait for it to expire."""

@@ -17,6 +17,7 @@ from prelay_queue.server import inspect, load_scripts
 from .backend import Backend
 from .config import WorkerConfig
 from .errors import StartupError
+from .metrics import show
 from .null import null_backend
 from .worker import MatcherFactory, Worker
 from .writer import Matcher
@@ -34,6 +35,8 @@ def run_worker(make: WorkerClass, config: WorkerConfig) -> int:
         check_server(config)
         name = incarnation()
         worker = make(config, _backend(config, name), _matcher_factory(config), name)
+        if config.metrics_port:
+            show(worker.metrics.recorder, config.metrics_host, config.metrics_port)
     except (StartupError, QueueError) as error:
         print(f"prelay {config.role}: {error}", file=sys.stderr)
         return 1

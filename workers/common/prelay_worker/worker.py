@@ -16,6 +16,7 @@ import os
 import queue
 import signal
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
@@ -36,6 +37,7 @@ from .control import Control
 from .heads import Heads
 from .lease import LeaseKeeper
 from .messages import Claimed, Copied, Drain, Evict, Exported, Message, Release, Stop, key_of
+from .metrics import WorkerMetrics
 from .writer import Begin, Expire, Fail, Forget, GiveUp, Matcher, Recall, Tokens, Write, Writer
 
 log = logging.getLogger("prelay.worker")
@@ -65,7 +67,9 @@ class Worker(ABC):
             "domain": backend.transport.domain,
             **backend.detail,
         }
-        self.queue = SyncQueue(config.queue)
+        self.metrics = WorkerMetrics()
+        recorder = self.metrics.recorder
+        self.queue = SyncQueue(config.queue, recorder)
         self._make_matcher = matcher
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.attempts: dict[str, Attempt] = {}
@@ -73,11 +77,18 @@ class Worker(ABC):
         self._wanted_back: dict[str, bool] = {}  # evictions asked for before their claim arrived
         self._draining = False
         self._admission = Admission(backend.block_size)
-        self.leases = LeaseKeeper(self.queue, self.id, backend.transport, self._inbox.put)
-        self.writer = Writer(self.queue, self.id, backend.transport.domain, self._hear_writer)
+        self.leases = LeaseKeeper(self.queue, self.id, backend.transport, self._inbox.put, recorder)
+        self.writer = Writer(self.queue, self.id, backend.transport.domain, self._hear_writer, recorder)
         self._control = Control(self.queue, self.id, self._inbox.put)
         self._claimer = Claimer(
-            self.queue, self.id, self.stage(), self._admission, self.leases, self._inbox.put, self.short_tokens()
+            self.queue,
+            self.id,
+            self.stage(),
+            self._admission,
+            self.leases,
+            self._inbox.put,
+            self.short_tokens(),
+            recorder,
         )
 
     # What a role decides.
@@ -239,7 +250,9 @@ class Worker(ABC):
         matcher = self._make_matcher(claim)
         if matcher is not None:
             self.writer.watch(attempt.key, matcher)
-        self.admit(claim, attempt.sequence())
+        sequence = attempt.sequence()
+        self.metrics.began(attempt, sequence, self.leases.server_ms)
+        self.admit(claim, sequence)
 
     def _make_room(self, attempt: Attempt) -> None:
         """Evict an attempt for a more urgent head. What may be read by a decode worker is asked back first."""
@@ -287,13 +300,14 @@ class Worker(ABC):
         return claim.preemptions >= self.config.max_preemptions
 
     def _after(self, step: Step) -> None:
-        held = set(step.held)
+        held, now = set(step.held), time.monotonic()
         writes: list[Write] = []
         for new in step.tokens:
             attempt = self.attempts.get(new.key)
             if attempt is None:
                 continue  # stopped while the step ran
             attempt.emitted = new.seq + 1
+            self.metrics.sampled(attempt, new, now)
             trace.mark("prefill.sampled" if new.key in held else "step.end", attempt.claim.id, new.seq)
             if new.key in held and new.finish is None:
                 attempt.slot, attempt.moving = False, True
@@ -313,6 +327,7 @@ class Worker(ABC):
             if attempt is not None:
                 writes.append(GiveUp(attempt.claim.id, attempt.claim.epoch, "kv"))
                 self._forget(attempt)
+        self.metrics.stepped(self.engine)
         self._put(writes)
 
     def _publish(self) -> None:

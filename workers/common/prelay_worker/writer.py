@@ -18,6 +18,7 @@ from prelay_queue import failpoints
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError, QueueUnavailable
 from prelay_queue.job import FinishReason
+from prelay_queue.recorder import NOBODY, Recorder
 from prelay_queue.scripts import Call, Emission
 
 from .messages import Exported, Message, Release, Stop, key_of
@@ -113,12 +114,20 @@ class Matcher(Protocol):
 class Writer:
     """One FIFO of operations to the queue. `put` and `watch` are for the model loop."""
 
-    def __init__(self, queue_: SyncQueue, worker: str, domain: str, post: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        queue_: SyncQueue,
+        worker: str,
+        domain: str,
+        post: Callable[[Message], None],
+        recorder: Recorder = NOBODY,
+    ) -> None:
         self._queue = queue_
         self._scripts = queue_.scripts
         self._worker = worker
         self._domain = domain
         self._post = post
+        self._recorder = recorder
         self._fifo: queue.Queue[Write | None] = queue.Queue(maxsize=BACKLOG * 64)
         self._matchers: dict[str, Matcher] = {}
         self._over: dict[str, None] = {}  # attempts that ended or were lost: their later writes are dropped
@@ -259,6 +268,7 @@ class Writer:
         emitted = isinstance(answer, list)
         codes = [each.code for each in answer] if emitted else [str(answer)] * len(group)
         for write, code in zip(group, codes, strict=True):
+            self._count(write, code)
             if code == "ok":
                 if isinstance(write, Handoff):
                     self._post(Exported(write.key))
@@ -270,6 +280,14 @@ class Writer:
                 # fenced, done, gone, gap, illegal or refused: this attempt is not ours to write any more.
                 self._end(write.key)
                 self._post(Stop(write.job, write.epoch, code))
+
+    def _count(self, write: Write, code: str) -> None:
+        if code == "fenced":
+            self._recorder.inc("prelay_fenced_writes_total", type(write).__name__.lower())
+        elif code == "ok" and isinstance(write, GiveUp | Recall):
+            # The reason of a failed hand-over says more than a label may.
+            cause = "handover" if write.reason.startswith("hand-over") else write.reason
+            self._recorder.inc("prelay_preemptions_total", cause)
 
 
 def _group(batch: list[Write]) -> list[list[Write]]:

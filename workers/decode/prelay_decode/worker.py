@@ -73,6 +73,7 @@ class DecodeWorker(Worker):
         if message.error is None:
             trace.mark("decode.copied", claim.id, len(claim.ids))
             attempt.moving = False
+            self.metrics.copied(attempt)
             self.engine.join(message.key)
             self._put([Adopt(claim.id, claim.epoch)])
             return

@@ -39,7 +39,6 @@ class _Entry:
     phase: Phase
     computed: int  # positions whose keys and values stand in the store
     chain: Chain | None = None  # the names of its full blocks, where those are cached
-    hits: int = 0  # positions that others had computed
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens from the second on
 
 
@@ -142,7 +141,7 @@ class Engine:
     def _skip(self, entry: _Entry, computed: int) -> None:
         """All before position `computed` stands: others have computed it."""
         self.prefix_hits += computed - entry.computed
-        entry.hits += computed - entry.computed
+        entry.sequence.hits += computed - entry.computed
         entry.computed = computed
 
     def _slot_free(self) -> bool:
@@ -363,7 +362,7 @@ def _note(entry: _Entry, row: Floats, token: int) -> Note:
     own = logprobs_of(row, token, count) if count >= 0 and token != NO_TOKEN else None
     if sequence.ids:
         return Note(own) if own else NOTHING
-    return Note(own, tuple(entry.prompt_logprobs), entry.hits)
+    return Note(own, tuple(entry.prompt_logprobs), sequence.hits)
 
 
 def _grows(entry: _Entry) -> bool:

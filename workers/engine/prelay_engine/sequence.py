@@ -26,6 +26,7 @@ class Sequence:
     arrival_ms: int = 0
     reserved: bool = False  # takes the KV of its whole answer at admission and is never evicted
     hand_over: bool = False  # prefill worker: stop after the first sampled token and hold the blocks
+    hits: int = 0  # positions that it need not compute: the engine found them in its prefix cache
 
     @property
     def tokens(self) -> int:
