@@ -13,6 +13,10 @@ again, as a client does whose connection broke after the request went out. Furth
     writer.before, writer.after                    around each write of a worker's writer thread
     relay.requeue.before, relay.requeue.after      around the relay's answer to a preempt
     relay.deliver                                  before tokens enter the assembler of a stream
+    batch.submit.before, batch.submit.after        around the submit of some lines of a batch
+    batch.append.before, batch.append.after        around each answer that is noted in a batch's ledger
+    batch.checkpoint.before, batch.checkpoint.after    around making that last
+    batch.assemble.before, batch.assemble.after    around making a batch's files of results
 """
 
 from __future__ import annotations

@@ -64,6 +64,8 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"prompt": "t5", "max_tokens": 40, "stop": ["t1", "t2"]},
         {"prompt": "t5", "max_tokens": 9, "stop": ["7"], "min_tokens": 3},
         {"prompt": "t6", "max_tokens": 8, "user": "u", "stream": False},
+        {"prompt": "t1"},  # as many as fit
+        {"prompt": "t1", "max_tokens": 300},  # more than the workers hold
         {"prompt": "", "max_tokens": 8},
         {"prompt": "t1", "max_tokens": 5000},
         {"prompt": "t1", "max_tokens": 5, "temperature": 9},
@@ -83,7 +85,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("endpoint", sorted(BODIES))
 def test_a_line_gets_the_very_answer_that_the_server_gives(new_fleet: Fleet, batches: Batches, endpoint: str) -> None:
     """Byte for byte, but for the id and the time; refusals too."""
-    new_fleet.worker(Role.UNIFIED)
+    new_fleet.worker(Role.UNIFIED, blocks=16)
     api = new_fleet.api()
     new_fleet.batch_worker(batches.files_dir)
     bodies = [{"model": "null", **body} for body in BODIES[endpoint]]

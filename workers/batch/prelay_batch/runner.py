@@ -22,7 +22,6 @@ from prelay_queue.batches import BatchProgress, BatchScripts, BatchStatus, Taken
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueUnavailable
 from prelay_text.batch_line import ENDPOINTS
-from prelay_text.resolve import Limits
 from prelay_text.tokenizer import Tokenizer
 
 from .answers import Answers
@@ -30,6 +29,7 @@ from .config import BatchConfig
 from .desk import Desk
 from .ear import Ear
 from .errors import LeaseLost
+from .fleet import FleetLimits
 from .lease import RENEW_S, Lease, take
 from .reading import Ask, Reader
 from .run import PAUSE_S, Run, Sizes
@@ -120,8 +120,9 @@ class Runner:
         except _Invalid as invalid:
             self._end(lease, BatchStatus.FAILED, BatchProgress(), "", "", invalid.errors)
             return Outcome.OVER
+        limits = FleetLimits(self._queue, self._tokenizer.context_len)
         with self._store.open(record.input_file_id) as file:
-            ask = Ask(self._batch_id, record.endpoint, self._config.served_model_name, self._tokenizer, self._limits)
+            ask = Ask(self._batch_id, record.endpoint, self._config.served_model_name, self._tokenizer, limits)
             reader = Reader(ask, file, total, ledger.done)
             answers = Answers(self._batch_id, self._tokenizer, self._config.served_model_name, self._fingerprint)
             sizes = Sizes(self._config.window, self._config.lookahead, self._config.max_tries)
@@ -187,9 +188,6 @@ class Runner:
         state = self._queue.run(self._scripts.look(self._batch_id))
         if state is not None and state.status.over:
             self._folder.write_end(end_of(state))
-
-    def _limits(self) -> Limits:
-        return Limits(self._tokenizer.context_len)
 
     def _insist(self, work: Callable[[], T]) -> T:
         """Do it, and again until Redis answers. Raise _Stopped when we are told to stop before."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prelay_api.fleet import Fleet, Worker
+from prelay_text.fleet import Fleet, Worker
 from prelay_text.resolve import Limits
 
 
