@@ -19,14 +19,15 @@ from prelay_queue.settings import QueueTimes
 from prelay_worker.config import NullModel, Role
 from tests.bed.bound import bound
 from tests.bed.chain import Stream, check_stream, stream
-from tests.bed.http import client_of
+from tests.bed.http import client_of, request
 from tests.bed.lines import lines, named
+from tests.bed.mute import ask
 from tests.bed.parts import RESUMABLE, Part, get_part, joined, post_part
 from tests.bed.processes import until
 from tests.bed.servers import Server
 from tests.faults.crowd import DIVERGENT, Site, body, restarted, site
 from tests.faults.forked import ApiProcess
-from tests.faults.jobs import running
+from tests.faults.jobs import ends, jobs, running
 from tests.faults.traffic import COMPLETIONS
 
 PLAIN = NullModel(step_ms=5)
@@ -99,6 +100,28 @@ def _time_to_first(here: Site, api: ApiProcess, first: int) -> float:
     begun = time.monotonic()
     streams = here.crowd(api, 4, max_tokens=20, first=first).check()
     return max(found.frames[0].at for found in streams) - begun
+
+
+# --- clients that go
+
+
+@pytest.mark.parametrize("way", ["a stream", "in one piece", "deleted"])
+def test_the_workers_of_a_client_that_goes_stop_and_are_free_within_two_seconds(
+    shared_server: Server, way: str
+) -> None:
+    """Heartbeats, which tell it, come every 0.2 s here."""
+    with site(shared_server, null=PLAIN) as here:
+        here.serve(Role.PREFILL, Role.DECODE, blocks=4096)
+        api = here.api()
+        with ask(api.url, COMPLETIONS, {**body([1, 2], 3000), "stream": way != "in one piece"}):
+            until(lambda: running(here)["decode"])
+            if way == "deleted":
+                (job,) = jobs(here)
+                request("DELETE", f"{api.url}/v1/streams/{job.partition('/')[0]}")
+                here.until_free(2)
+        here.until_free(2)
+        assert ends(here) == {"cancelled": 1}
+        here.check_nothing_left()
 
 
 # --- cut streams, and servers that stop

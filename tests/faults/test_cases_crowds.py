@@ -17,6 +17,7 @@ from prelay_worker.config import NullModel, Role
 from tests.bed.chain import check_chain
 from tests.bed.http import client_of, request
 from tests.bed.lines import lines, named, watched
+from tests.bed.mute import ask
 from tests.bed.parts import RESUMABLE, post_part
 from tests.bed.processes import until
 from tests.bed.servers import Server
@@ -121,13 +122,13 @@ def test_two_thousand_clients_that_leave_at_random_never_hear_of_each_other(shar
 def test_five_hundred_clients_that_give_up_without_workers_leave_no_backlog(shared_server: Server) -> None:
     """litellm#20059: the queue went on to hold what nobody waited for."""
 
-    async def ask(client: httpx.AsyncClient, n: int) -> None:
+    async def give_up(client: httpx.AsyncClient, n: int) -> None:
         with pytest.raises(httpx.ReadTimeout):
             await client.post(COMPLETIONS, json=body([n, *range(4)], 20), timeout=httpx.Timeout(60, read=1.0))
 
     async def crowd(url: str) -> None:
         async with client_of(url) as client:
-            await asyncio.gather(*(ask(client, n) for n in range(500)))
+            await asyncio.gather(*(give_up(client, n) for n in range(500)))
 
     with site(shared_server, null=PLAIN) as here:
         api = here.start_api()
@@ -220,12 +221,7 @@ def slow_readers(api: ApiProcess, count: int, tokens: int) -> Iterator[None]:
 
 
 def _ask_slowly(api: ApiProcess, n: int, tokens: int) -> socket.socket:
-    host, port = api.url.removeprefix("http://").split(":")
-    asked = httpx.Request("POST", api.url + CHAT, json={**WORDY, "messages": chat([n, 3]), "max_tokens": tokens})
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    connection.connect((host, int(port)))
-    head = "".join(f"{name}: {value}\r\n" for name, value in asked.headers.items())
-    connection.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n".encode() + asked.content)
+    asked = {**WORDY, "messages": chat([n, 3]), "max_tokens": tokens}
+    connection = ask(api.url, CHAT, asked, buffer_bytes=2048)
     connection.setblocking(False)
     return connection

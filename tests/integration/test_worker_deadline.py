@@ -21,8 +21,8 @@ PATIENT = replace(
 )
 #: A job would run for a minute and more.
 LONG = 10_000
-#: What the issue asks for is a second; the tests' machine may be busy.
-SOON_S = 4.0
+#: A job is over, and its KV free, so soon after its deadline.
+SOON_S = 1.0
 
 
 @pytest.fixture
@@ -65,14 +65,17 @@ def end_of(fleet: NullFleet, client: Client) -> int:
     return end - dl
 
 
-def check_ended(fleet: NullFleet) -> None:
-    """All ended by their deadlines, not before and not much later; all blocks are free; nothing is left."""
+def check_ended(fleet: NullFleet, held_s: float = 0.0) -> None:
+    """All ended by their deadlines, not before and not much later; all blocks are free; nothing is left.
+
+    `held_s`: the test holds a worker up for so long after the deadline.
+    """
     clients = fleet.clients
     until(lambda: all(state_of(fleet, client) == "done" for client in clients), 20)
     for client in clients:
         fleet.check_answer(client, FinishReason.DEADLINE)
         assert 0 <= end_of(fleet, client) <= SOON_S * 1000
-    fleet.until_free(SOON_S)
+    fleet.until_free(SOON_S + held_s)
     assert not fleet.redis.exists(fleet.keys.deadlines)
     fleet.check_nothing_left()
 
@@ -94,7 +97,7 @@ def test_a_job_in_a_long_prefill_ends_by_its_deadline_and_its_kv_is_free_after_t
         fleet.start(Role.DECODE)
         fleet.until_ready()
         brought(fleet, "prefill")
-        check_ended(fleet)
+        check_ended(fleet, held_s=3)
 
 
 def test_a_staged_job_ends_by_its_deadline_and_its_exporter_frees_the_kv(fleet: NullFleet) -> None:
@@ -109,7 +112,7 @@ def test_a_job_that_is_being_copied_ends_by_its_deadline_on_both_sides(fleet: Nu
     fleet.start(Role.DECODE, "copy.before=pause:2@*", blocks=4096)
     fleet.until_ready()
     brought(fleet, "adopting")
-    check_ended(fleet)
+    check_ended(fleet, held_s=2)
 
 
 @pytest.mark.parametrize("roles", [(Role.PREFILL, Role.DECODE), (Role.UNIFIED,)], ids=["pair", "unified"])
@@ -168,7 +171,7 @@ def test_a_deadline_that_passes_between_two_scripts_ends_the_job_once(fleet: Nul
         fleet.start(each, f"{point}=pause:1.5" if each is role else "", blocks=4096)
     fleet.until_ready()
     submit(fleet, ttl_s=0.7)
-    check_ended(fleet)
+    check_ended(fleet, held_s=1.5)
 
 
 # When those who should act are dead: leases and graces of this fleet last a minute.
