@@ -15,6 +15,7 @@ from .batch.commands import batch_app
 from .bench.commands import bench_app
 from .errors import CliError
 from .examples import examples
+from .ops import commands as ops_commands
 from .options import API, BATCH_WORKER, DECODE, PREFILL, SERVE, UNIFIED, takes
 
 Given = dict[str, Any]
@@ -31,6 +32,7 @@ model_app = typer.Typer(help="The model: fetch the demo model, or see where a mo
 app.add_typer(model_app, name="model")
 app.add_typer(batch_app, name="batch")
 app.add_typer(bench_app, name="bench")
+ops_commands.add_to(app)
 
 
 def _show_version(wanted: bool) -> None:
