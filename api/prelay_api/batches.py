@@ -89,9 +89,10 @@ class Batches:
         if not self.is_mine(record):
             message = f"batch {batch_id} was asked of a server with another model: only such a one can cancel it"
             raise RequestError(message, param="batch_id", code="other_fleet", status=409)
+        folder = BatchFolder(self.root, batch_id)
+        await in_thread(folder.ask_cancel)
         if await self._queue.run(self._scripts.cancel(batch_id)) == "gone":
-            await self.open_again(BatchFolder(self.root, batch_id))  # Redis has lost it
-            await self._queue.run(self._scripts.cancel(batch_id))
+            await self.open_again(folder)  # Redis has lost it
         return await self._with_state(record)
 
     async def delete_file(self, file_id: str) -> None:
@@ -99,20 +100,27 @@ class Batches:
         await in_thread(lambda: self._delete(file_id))
 
     async def open_again(self, folder: BatchFolder) -> None:
-        """Open in Redis what only the disk knows. A batch that is over there by now gets its end on disk."""
-        record, epochs = await in_thread(lambda: (folder.record(), folder.epochs()))
+        """Tell Redis what only the disk knows: the batch itself, and that it is to be cancelled. The other way round:
+        an end that only Redis has."""
+        record, epochs, cancelled = await in_thread(lambda: (folder.record(), folder.epochs(), folder.cancel_asked()))
+        if not self.is_mine(record):
+            return
         state = await self._look(folder.id)
-        if state is None and self.is_mine(record):
+        if state is None:
             left_ms = int((record.expires_at - time.time()) * 1000)
             floor = max(epochs, default=0)
             await self._queue.run(self._scripts.open(folder.id, record.encode(), left_ms, floor))
-            await self._ensure(folder.id)
             log.warning("batch %s stood on disk only: it is opened again, above epoch %d", folder.id, floor)
-        elif state is not None and state.status.over:
+        elif state.status.over:
             await self._keep_end(folder, state)
+            return
+        if cancelled and not (state and state.cancel):
+            await self._queue.run(self._scripts.cancel(folder.id))
+        if state is None:
+            await self._ensure(folder.id)
 
     async def open_lost(self) -> None:
-        """Open what stands on disk only, and write the ends that stand in Redis only."""
+        """Compare the disk with Redis, batch by batch (see `open_again`)."""
         for folder in await in_thread(self._unfinished):
             try:
                 await self.open_again(folder)
@@ -130,9 +138,9 @@ class Batches:
                 await self._end_unknown(batch_id)
 
     async def sweep(self) -> None:
-        """Remove what processes that died were uploading."""
-        for name in await in_thread(self.files.sweep):
-            log.info("%s was never complete and is removed", name)
+        """Remove what processes left half made that died."""
+        for name in await in_thread(lambda: [*self.files.sweep(), *BatchFolder.sweep(self.root)]):
+            log.info("%s was left by a process that died, and is removed", name)
 
     def is_mine(self, record: BatchRecord) -> bool:
         """Whether this fleet runs it."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,9 @@ from .ids import is_batch_id
 from .record import BatchRecord
 
 log = logging.getLogger("prelay.files")
+
+#: What is half made or half removed for so long was left by a process that died, seconds.
+STALE_S = 60.0
 
 
 class BatchFolder:
@@ -63,6 +67,23 @@ class BatchFolder:
         folders = (BatchFolder(root, batch_id) for batch_id in _ids(root))
         return [folder for folder in folders if not folder.end_path.exists()]
 
+    @staticmethod
+    def sweep(root: Path) -> Sequence[str]:
+        """Remove what processes left half made or half removed that died; return the names."""
+        gone = []
+        folders = list(_all(root).iterdir()) if _all(root).is_dir() else []
+        for path in folders:
+            if path.name.startswith(".") and _age_s(path) > STALE_S:
+                left = [path]
+            elif is_batch_id(path.name) and (folder := BatchFolder(root, path.name)).end_path.exists():
+                left = list(folder.runs())
+            else:
+                continue
+            for each in left:
+                shutil.rmtree(each, ignore_errors=True)
+                gone.append(str(each.relative_to(_all(root))))
+        return gone
+
     @property
     def end_path(self) -> Path:
         return self.path / "end.json"
@@ -92,6 +113,17 @@ class BatchFolder:
         if not isinstance(found, dict):
             raise Damaged(f"{self.end_path} is no object")
         return found
+
+    def ask_cancel(self) -> None:
+        """Note that it is to be cancelled, for when Redis forgets it. Raise FileMissing."""
+        with durable.translated():
+            try:
+                durable.write_once(self.path / "cancel", b"")
+            except FileNotFoundError:
+                raise _missing(self.id) from None
+
+    def cancel_asked(self) -> bool:
+        return (self.path / "cancel").exists()
 
     def write_end(self, end: dict[str, Any]) -> dict[str, Any]:
         """Note how it ended and return what stands: the first one wins. The runs' own folders go."""
@@ -131,6 +163,13 @@ def run_number(name: str) -> tuple[int, int]:
     """Epoch and place among the runs of that epoch, of a run's name."""
     epoch, _, again = name.partition(".")
     return int(epoch), int(again or 0)
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:  # whoever it was is quicker
+        return 0.0
 
 
 def _all(root: Path) -> Path:

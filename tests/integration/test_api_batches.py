@@ -348,6 +348,17 @@ def test_what_stands_on_disk_only_is_opened_at_the_start_above_the_epochs_that_r
         assert runner.state(other.id) is None
 
 
+def test_a_cancel_outlives_a_redis_that_loses_its_data(new_fleet: Fleet, tmp_path: Path) -> None:
+    lost, reopened = (write_record(tmp_path, new_fleet.queue.fleet) for _ in range(2))
+    for folder in (lost, reopened):
+        folder.ask_cancel()
+    with runner_of(new_fleet.queue, tmp_path) as runner:
+        # A runner has been quicker, and does not know.
+        runner.queue.run(runner.scripts.open(reopened.id, reopened.record().encode(), 60_000))
+        new_fleet.api(files_dir=tmp_path)
+        until(lambda: all((state := runner.state(each.id)) and state.cancel for each in (lost, reopened)))
+
+
 def test_what_redis_has_and_the_disk_has_not_is_never_run_and_ends_with_its_window(
     new_fleet: Fleet, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prelay_files import folder as module
 from prelay_files.errors import Damaged, FileMissing
 from prelay_files.folder import BatchFolder
 from prelay_files.ids import is_batch_id, is_file_id, new_batch_id, new_file_id
@@ -64,6 +65,31 @@ def test_a_removed_batch_leaves_nothing(tmp_path: Path) -> None:
         folder.record()
     with pytest.raises(FileMissing):
         folder.write_end({"status": "failed"})
+
+
+def test_what_dead_processes_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BatchFolder.sweep(tmp_path) == []
+    over, going_on = BatchFolder.create(tmp_path, record()), BatchFolder.create(tmp_path, record())
+    over.write_end({"status": "failed"})
+    for folder in (over, going_on):
+        (folder.path / "1").mkdir()
+    half = tmp_path / "batches" / f".{new_batch_id()}.x"
+    half.mkdir()
+    assert BatchFolder.sweep(tmp_path) == [f"{over.id}/1"]
+    monkeypatch.setattr(module, "STALE_S", -1.0)
+    assert BatchFolder.sweep(tmp_path) == [half.name]
+    assert going_on.epochs() == [1]
+
+
+def test_a_cancel_is_noted_once_and_stays(tmp_path: Path) -> None:
+    folder = BatchFolder.create(tmp_path, record())
+    assert not folder.cancel_asked()
+    folder.ask_cancel()
+    folder.ask_cancel()
+    assert folder.cancel_asked()
+    folder.remove()
+    with pytest.raises(FileMissing):
+        folder.ask_cancel()
 
 
 def test_ids_sort_by_age() -> None:
