@@ -16,7 +16,8 @@ from prelay_files.folder import BatchFolder
 from prelay_queue.scripts import text
 from prelay_worker.config import NullModel, Role
 from tests.bed.batch import CHATS, COMPLETIONS, Batches, jsonl, line, lines
-from tests.bed.processes import Fleet, until
+from tests.bed.processes import Fleet, fleet, until
+from tests.bed.servers import Server
 from tests.bed.tokenizer import chat, words
 
 #: Slow enough that a batch can be met while it runs.
@@ -203,6 +204,52 @@ def test_a_line_may_have_a_deadline_of_its_own(new_fleet: Fleet, batches: Batche
     assert [row["custom_id"] for row in output] == ["in time"]
     assert errors[0]["response"]["status_code"] == 504
     assert errors[0]["response"]["body"]["error"]["code"] == "deadline_exceeded"
+
+
+def test_a_batch_that_is_cancelled_or_too_late_before_it_begins_runs_nothing(
+    new_fleet: Fleet, batches: Batches
+) -> None:
+    asked = lines(20)
+    cancelled, late = batches.create(jsonl(asked)), batches.create(jsonl(asked), window_s=0)
+    batches.queue.run(batches.scripts.cancel(cancelled))
+    new_fleet.batch_worker(batches.files_dir)  # and no worker that could run a line
+    ids = {row["custom_id"] for row in asked}
+    assert batches.until_over(cancelled).status == "cancelled"
+    assert partition(batches, cancelled, "batch_cancelled", ids) == 0
+    assert batches.until_over(late).status == "expired"
+    assert partition(batches, late, "batch_expired", ids) == 0
+    assert batches.queue.redis.keys(f"{batches.queue.keys.prefix}work:*") == []
+
+
+def test_a_runner_that_hears_nothing_looks_for_itself(new_fleet: Fleet, batches: Batches) -> None:
+    new_fleet.worker(Role.UNIFIED)
+    new_fleet.batch_worker(batches.files_dir)
+    asked = lines(60)
+    batch = batches.create(jsonl(asked))
+    redis, live = batches.queue.redis, f"{batches.queue.keys.prefix}live:~*"
+
+    def deaf() -> bool:
+        for key in redis.keys(live):
+            redis.delete(key)
+        return batches.look(batch).status.over
+
+    until(deaf, timeout_s=60)
+    batches.check(batch, asked)
+
+
+def test_a_class_of_which_few_may_wait_only_slows_a_batch(
+    shared_server: Server, null_folder: Path, tmp_path: Path
+) -> None:
+    settings = shared_server.settings(max_queued_jobs={"batch": 3})
+    with fleet(settings, null_folder) as found:
+        batches = Batches(settings, tmp_path / "files")
+        found.worker(Role.UNIFIED)
+        found.batch_worker(batches.files_dir)
+        asked = lines(60)
+        batch = batches.create(jsonl(asked))
+        assert batches.until_over(batch).status == "completed"
+        batches.check(batch, asked)
+        batches.close()
 
 
 def test_two_batches_run_side_by_side_and_none_has_to_wait(new_fleet: Fleet, batches: Batches) -> None:

@@ -30,6 +30,8 @@ log = logging.getLogger("prelay.batch")
 
 #: Lines of the input that are read in one turn.
 READ_AT_ONCE = 64
+#: And bytes of good ones, so that a turn is short.
+READ_BYTES = 2**20
 #: Bytes of lines that are read ahead: their ids take some ten times as much.
 LOOKAHEAD_BYTES = 4 * 2**20
 #: Tokens of the prompts of all jobs that are outstanding.
@@ -42,7 +44,9 @@ PACE_S = 0.01
 SILENCE_S = 3.0
 #: After an error nothing is asked of Redis for so long, seconds.
 PAUSE_S = 0.2
-#: Nothing is submitted for so long to a queue that is full, seconds.
+#: Nothing is submitted for so long while as much of the class waits as may, seconds.
+BUSY_S = 0.05
+#: And to a Redis that is out of memory.
 FULL_S = 0.5
 
 CANCELLED = "batch_cancelled", "the batch was cancelled before this line was complete"
@@ -126,12 +130,14 @@ class Run:
         self._forgettable.clear()
 
     def _turn(self) -> None:
-        """1 hear, 2 look where events may be lost, 3 write what ended, 4 submit, 5 read on, 6 renew.
+        """1 renew, 2 hear, 3 look where events may be lost, 4 write what ended, 5 submit, 6 read on.
 
         What Redis is asked may fail at any point, and no line may be lost by it: a line is in the lookahead, or
         outstanding, or in the ledger, before the next question.
         """
         began = time.monotonic()
+        if began >= self._tick_at:
+            self._tick()
         heard = self._hear()
         if self._ear.lost:
             self._look_again()
@@ -139,8 +145,6 @@ class Run:
         if self._why is not None:
             self._give_up()
         moved = self._submit() + self._read()
-        if time.monotonic() >= self._tick_at:
-            self._tick()
         if not moved and heard < AT_ONCE:
             time.sleep(max(0.0, PACE_S - (time.monotonic() - began)))
 
@@ -150,7 +154,52 @@ class Run:
         self._troubled = self._ear.lost = True
         time.sleep(PAUSE_S)
 
-    # --- 1 and 2: what is heard of jobs
+    # --- 1: what is told
+
+    def _tick(self) -> None:
+        """1 what is done is on disk, 2 and told; 3 only then it leaves the queue; 4 look for what was missed."""
+        self._checkpoint()
+        self._renew()
+        self._tick_at = time.monotonic() + RENEW_S
+        self.forget()
+        self._desk.cancel(self._unwanted)
+        self._unwanted.clear()
+        self._ear.check()
+        self._look(self._outstanding.silent(time.monotonic() - SILENCE_S))
+
+    def _checkpoint(self) -> None:
+        failpoints.hit("batch.checkpoint.before")
+        self._ledger.checkpoint()
+        failpoints.hit("batch.checkpoint.after")
+
+    def _renew(self) -> None:
+        kept = self._lease.keep(BatchStatus.IN_PROGRESS, self.progress)
+        self._ends_at = time.monotonic() + kept.left_ms / 1000
+        if self._why is None and kept.cancel:
+            self._end_early(BatchStatus.CANCELLED, CANCELLED)
+        elif self._why is None and kept.left_ms <= 0:
+            self._end_early(BatchStatus.EXPIRED, EXPIRED)
+
+    def _end_early(self, outcome: BatchStatus, why: tuple[str, str]) -> None:
+        """Run nothing more: the lines that have not ended are told why."""
+        log.info("%s: %s", self._answers.batch_id, why[1])
+        self.outcome, self._why = outcome, why
+        self._reader.run_no_more(*why)
+        for line in self._lookahead.clear():
+            self._refuse(line.number, Refusal(line.custom_id, *why), line)
+
+    def _give_up(self) -> None:
+        """End what is outstanding; what has ended by itself meanwhile counts."""
+        assert self._why is not None
+        jobs = list(self._outstanding)
+        codes = self._desk.cancel(jobs)
+        self._ended += [job for job, code in zip(jobs, codes, strict=True) if code == "done"]
+        self._answer()
+        for line in self._outstanding.lines():
+            self._outstanding.drop(line)
+            self._refuse(line.number, Refusal(line.custom_id, *self._why), line)
+
+    # --- 2 and 3: what is heard of jobs
 
     def _hear(self) -> int:
         """Take in what came; wait for it where there is nothing else to do."""
@@ -199,7 +248,7 @@ class Run:
         else:
             self._refuse(line.number, Refusal(line.custom_id, *self._why), line)
 
-    # --- 3: what becomes of lines
+    # --- 4: what becomes of lines
 
     def _answer(self) -> None:
         """Read the answers of jobs that ended, and write the lines that they complete."""
@@ -261,7 +310,7 @@ class Run:
     def _is_late(self) -> bool:
         return 0 < self._ends_at <= time.monotonic()
 
-    # --- 4: what is submitted
+    # --- 5: what is submitted
 
     def _submit(self) -> int:
         """Submit as much as there is room for; answers how many jobs."""
@@ -301,7 +350,7 @@ class Run:
             if isinstance(answer, QueueBusy | QueueFull):
                 self._outstanding.drop(line)
                 refused.append(line)
-                self._hold_until = time.monotonic() + FULL_S
+                self._hold_until = time.monotonic() + (BUSY_S if isinstance(answer, QueueBusy) else FULL_S)
             elif isinstance(answer, QueueError):
                 log.error("line %d: %s", line.number, answer)
                 self._unwanted += self._outstanding.drop(line)
@@ -327,19 +376,20 @@ class Run:
             for job, part in zip(line.job_ids(self._answers.batch_id), line.parts, strict=True)
         ]
 
-    # --- 5: what is read
+    # --- 6: what is read
 
     def _read(self) -> int:
         """Read on, as long as there is room for lines; answers how many were looked at."""
         fresh: list[Line] = []
-        count = 0
-        while count < READ_AT_ONCE and self._lookahead.has_room and not self._reader.exhausted:
+        count = size = 0
+        while count < READ_AT_ONCE and size < READ_BYTES and self._lookahead.has_room and not self._reader.exhausted:
             count += 1
             found = next(self._reader, None)
             if isinstance(found, Unfit):
                 self._refuse(found.number, found.refusal)
             elif found is not None:
                 fresh.append(found)
+                size += found.size
                 if not self._unknown:
                     self._lookahead.add(found)
         if self._unknown:
@@ -363,48 +413,3 @@ class Run:
                 self._lookahead.add(line)
         self._desk.watch(there)
         self._look(there)
-
-    # --- 6: what is told
-
-    def _tick(self) -> None:
-        """1 what is done is on disk, 2 and told; 3 only then it leaves the queue; 4 look for what was missed."""
-        self._checkpoint()
-        self._renew()
-        self._tick_at = time.monotonic() + RENEW_S
-        self.forget()
-        self._desk.cancel(self._unwanted)
-        self._unwanted.clear()
-        self._ear.check()
-        self._look(self._outstanding.silent(time.monotonic() - SILENCE_S))
-
-    def _checkpoint(self) -> None:
-        failpoints.hit("batch.checkpoint.before")
-        self._ledger.checkpoint()
-        failpoints.hit("batch.checkpoint.after")
-
-    def _renew(self) -> None:
-        kept = self._lease.keep(BatchStatus.IN_PROGRESS, self.progress)
-        self._ends_at = time.monotonic() + kept.left_ms / 1000
-        if self._why is None and kept.cancel:
-            self._end_early(BatchStatus.CANCELLED, CANCELLED)
-        elif self._why is None and kept.left_ms <= 0:
-            self._end_early(BatchStatus.EXPIRED, EXPIRED)
-
-    def _end_early(self, outcome: BatchStatus, why: tuple[str, str]) -> None:
-        """Run nothing more: the lines that have not ended are told why."""
-        log.info("%s: %s", self._answers.batch_id, why[1])
-        self.outcome, self._why = outcome, why
-        self._reader.run_no_more(*why)
-        for line in self._lookahead.clear():
-            self._refuse(line.number, Refusal(line.custom_id, *why), line)
-
-    def _give_up(self) -> None:
-        """End what is outstanding; what has ended by itself meanwhile counts."""
-        assert self._why is not None
-        jobs = list(self._outstanding)
-        codes = self._desk.cancel(jobs)
-        self._ended += [job for job, code in zip(jobs, codes, strict=True) if code == "done"]
-        self._answer()
-        for line in self._outstanding.lines():
-            self._outstanding.drop(line)
-            self._refuse(line.number, Refusal(line.custom_id, *self._why), line)
