@@ -21,8 +21,9 @@ from prelay_queue.job import Priority
 from prelay_queue.keys import Keys
 from prelay_queue.metric_table import TABLE, Kind, Part
 from prelay_queue.scripts import text
+from prelay_text.fleet import Fleet, Worker
 
-from .fleet import Fleet, Worker, read_fleet
+from .fleet import read_fleet
 
 #: KV domains whose streams are looked at.
 MAX_DOMAINS = 32
