@@ -178,6 +178,26 @@ def test_a_run_with_a_server_of_its_own_starts_it_stops_it_and_survives_both(nul
     assert not (state / "server" / "redis.sock").exists()
 
 
+@pytest.mark.slow
+def test_when_its_own_server_is_killed_a_run_says_so_and_how_to_go_on(null_folder: Path, tmp_path: Path) -> None:
+    given, output, state = write(tmp_path / "in.jsonl", 200, 60), tmp_path / "out.jsonl", tmp_path / "state"
+    null = ("--null-model", "--model", str(null_folder), "--served-model-name", "null", "--null-step-ms", "20")
+    own = ("--serve", "--", *null, "--batch", "1", "--state-dir", str(state))
+    with subprocess.Popen(
+        [sys.executable, "-m", "prelay", "batch", "run", str(given), "-o", str(output), *own],
+        env=environment(), stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        next(line for line in process.stderr if line.startswith("… in_progress"))
+        (server,) = psutil.Process(process.pid).children()
+        server.kill()
+        said = process.stderr.read()
+        assert process.wait(60) == 1
+    assert "prelay: prelay serve ended with signal SIGKILL" in said
+    assert f"prelay batch run -o {output} --resume --serve -- --null-model" in said
+    assert "Traceback" not in said
+
+
 def test_a_server_of_its_own_that_cannot_start_is_one_line(null_folder: Path, tmp_path: Path) -> None:
     given, port = write(tmp_path / "in.jsonl", 1), free_port()
     own = ("--serve", "--", "--state-dir", str(tmp_path / "s"), "--port", str(port), "--model", str(tmp_path / "none"))

@@ -14,6 +14,7 @@ from threading import Event, Thread
 
 from ..errors import ChildFailed
 from ..pdeath import dying
+from ..restart import describe
 
 #: Last lines kept of it, for the message when it fails.
 TAIL_LINES = 12
@@ -59,7 +60,7 @@ class OwnServer:
         """Raise ChildFailed when it has ended."""
         if (code := self._process.poll()) is not None:
             self._reader.join(2)
-            raise ChildFailed(f"prelay serve ended with exit code {code}", tuple(self._tail))
+            raise ChildFailed(f"prelay serve ended with {describe(code)}", tuple(self._tail))
 
     def stop(self) -> None:
         """Stop it in order; kill it when that takes too long. Its parts die with it."""
@@ -100,4 +101,5 @@ def own_server(arguments: Sequence[str], tell: Callable[[str], None]) -> Iterato
         server.wait_ready()
         yield server
     finally:
+        tell("stopping")
         server.stop()

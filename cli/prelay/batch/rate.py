@@ -24,6 +24,11 @@ class Rate:
         while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW_S:
             self._seen.popleft()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether any line has ended."""
+        return bool(self._seen) and self._seen[-1][1].ended > 0
+
     def tokens_per_s(self) -> float | None:
         """None where the server does not count them, or nothing is known yet."""
         span, first, last = self._span()

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import CliError, Refused
+from ..errors import ChildFailed, CliError, Refused
 from ..host import size
 from ..report import Report
 from .batch import Batch
@@ -132,6 +132,9 @@ class Run:
         except KeyboardInterrupt:
             self._say_how_to_go_on(batch_id)
             return 130
+        except ChildFailed:
+            self._say_how_to_go_on(batch_id)
+            raise
         except Refused as error:
             if error.status != 404:
                 raise

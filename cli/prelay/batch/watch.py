@@ -88,6 +88,8 @@ class _Lines:
 
 def speed(rate: Rate) -> str:
     """How fast it goes and how long it will take: `812 tok/s  eta 1:02:03`."""
+    if not rate.has_begun:
+        return ""
     tokens, lines, left = rate.tokens_per_s(), rate.lines_per_s(), rate.left_s()
     words = [f"{tokens:,.0f} tok/s"] if tokens is not None else [f"{lines:,.1f} lines/s"] if lines is not None else []
     return "  ".join(words + ([f"eta {clock(left)}"] if left is not None else []))

@@ -110,6 +110,10 @@ def test_a_rate_is_that_of_the_last_half_minute() -> None:
 
 def test_a_batch_that_stands_still_has_no_end_in_sight_and_one_that_fell_back_begins_anew() -> None:
     rate = Rate()
+    rate.see(-2, Batch("b", "validating"))
+    rate.see(-1, Batch("b", "in_progress", total=10))
+    assert speed(rate) == ""
+    rate = Rate()
     rate.see(0, Batch("b", "in_progress", total=10, completed=5))
     rate.see(1, Batch("b", "in_progress", total=10, completed=5))
     assert speed(rate) == "0.0 lines/s"
