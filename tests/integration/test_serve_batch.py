@@ -104,6 +104,17 @@ def test_a_file_of_requests_becomes_a_file_of_answers(fleet: Serve, tmp_path: Pa
     assert "is the output of in.jsonl already" in again.stderr
 
 
+def test_a_cancelled_batch_has_an_answer_or_an_error_for_each_line(fleet: Serve, tmp_path: Path) -> None:
+    given, output = write(tmp_path / "in.jsonl", 300, 100), tmp_path / "out.jsonl"
+    batch_id = batch("submit", given, "--url", fleet.url).stdout.strip()
+    assert batch("cancel", batch_id, "--url", fleet.url).returncode == 0
+    assert batch("status", batch_id, "--watch", "--url", fleet.url).returncode == 3
+    assert batch("download", batch_id, "-o", output, "--url", fleet.url).returncode == 3
+    answered, failed = rows(output), rows(tmp_path / "out.errors.jsonl")
+    assert sorted(row["custom_id"] for row in [*answered, *failed]) == sorted(f"c{n}" for n in range(300))
+    assert {row["error"]["code"] for row in failed} == {"batch_cancelled"}
+
+
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_goes_on_with_its_batch(fleet: Serve, tmp_path: Path) -> None:
     given, output = write(tmp_path / "in.jsonl", 300, 100), tmp_path / "out.jsonl"

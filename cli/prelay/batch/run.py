@@ -153,8 +153,12 @@ class Run:
         except KeyboardInterrupt:
             if not self.plan.cancel_on_interrupt:
                 raise
-        batch = server.cancel(batch_id)
-        self.report.warn(f"{batch.id} is {batch.status}; what it has is fetched at its end. Ctrl-C again does not wait")
+        try:
+            status = server.cancel(batch_id).status
+            self.report.warn(f"{batch_id} is {status}; what it has is fetched at its end. Ctrl-C again does not wait")
+        except Refused as error:
+            if error.status != 409:  # it came to its end just now
+                raise
         return watch(server, batch_id, self.report)
 
     def _say_how_to_go_on(self, batch_id: str) -> None:

@@ -169,6 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
                 stub.advance(stub.batches[name])
                 return 200, stub.batches[name]
             case ["POST", "batches", name, "cancel"] if name in stub.batches:
+                if "output_file_id" in stub.batches[name] and stub.batches[name]["output_file_id"]:
+                    return 409, _error("it is over")
                 stub.batches[name]["status"] = "cancelling"
                 return 200, stub.batches[name]
         return 404, _error(f"there is no {path}")

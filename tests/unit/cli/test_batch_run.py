@@ -293,6 +293,22 @@ def test_ctrl_c_with_cancel_on_interrupt_cancels_and_fetches_what_there_is(
     assert len(rows(tmp_path / "out.errors.jsonl")) == 4
 
 
+def test_ctrl_c_at_the_very_end_of_a_batch_cancels_nothing(
+    stub: BatchStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, stub.step = tmp_path / "out.jsonl", 3
+
+    def end(*_: object) -> None:
+        for batch in stub.batches.values():
+            stub.advance(batch)
+        raise KeyboardInterrupt
+
+    sleeps = iter([end])
+    monkeypatch.setattr(watch.watch, "__defaults__", (lambda seconds: next(sleeps, time.sleep)(seconds),))
+    assert run(stub, write(tmp_path), "-o", output, "--cancel-on-interrupt") == 0
+    assert len(rows(output)) == 5
+
+
 def test_a_run_that_died_between_its_question_and_the_answer_finds_its_batch(stub: BatchStub, tmp_path: Path) -> None:
     given, output = write(tmp_path), tmp_path / "out.jsonl"
     assert run(stub, given, "-o", output) == 0
