@@ -1,7 +1,10 @@
-"""A process that owns a KV pool, for test_kv_processes.py: `kv_exporter.py <folder> <owner>`.
+"""Processes that own KV pools, for test_kv_processes.py: `kv_exporter.py <fd>`, where a socket says what to do.
 
-It fills the pool with random bytes and writes one JSON line: the reference to all blocks, and a SHA-256 of each block.
-Then it answers one line to each line it reads:
+Importing torch takes seconds, so exporters are forks of one process. To `start <folder> <owner>` with two descriptors,
+the input and the output of a new exporter, it answers a pid; to `end <pid>`, how that one ended.
+
+An exporter fills its pool with random bytes and writes one JSON line: the reference to all blocks, and a SHA-256 of
+each block. Then it answers one line to each line it reads:
     refill   raises every generation, writes new bytes over every block, and writes such a line again
     raise    raises every generation only
     close    gives the pool up and ends
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -53,9 +57,8 @@ def answer(pool: ShmPool, command: str) -> object:
     return "closed"
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    pool = ShmPool.create(sys.argv[2], LAYOUT, Path(sys.argv[1]))
+def export(folder: str, owner: str) -> None:
+    pool = ShmPool.create(owner, LAYOUT, Path(folder))
     replies = sys.stdout.buffer
     replies.write(orjson.dumps(fill(pool)) + b"\n")
     replies.flush()
@@ -65,6 +68,37 @@ def main() -> None:
         replies.flush()
         if reply == "closed":
             return
+
+
+def fork(link: socket.socket, folder: str, owner: str, given: list[int]) -> int:
+    if pid := os.fork():
+        for fd in given:
+            os.close(fd)
+        return pid
+    code = 1
+    try:
+        link.close()
+        for fd, place in zip(given, (0, 1), strict=True):
+            os.dup2(fd, place)
+            os.close(fd)
+        export(folder, owner)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with socket.socket(fileno=int(sys.argv[1])) as link:
+        while True:
+            data, given, _, _ = socket.recv_fds(link, 4096, 2)
+            if not data:
+                return
+            what, *rest = data.decode().split("\n")
+            if what == "start":
+                link.send(b"%d" % fork(link, rest[0], rest[1], given))
+            else:
+                link.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(int(rest[0]), 0)[1]))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -29,17 +31,44 @@ from prelay_kv.ref import KvRef
 from prelay_kv.segment import domain
 from prelay_kv.shm import ShmPool
 from prelay_kv.sweep import sweep
+from tests.bed.servers import die_with_parent
 
 EXPORTER = Path(__file__).with_name("kv_exporter.py")
+
+
+class Forks:
+    """The process that forks exporters."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, str(EXPORTER), str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], preexec_fn=die_with_parent)
+        self._link = ours
+        self._link.settimeout(60)
+
+    def ask(self, *words: str, fds: Sequence[int] = ()) -> int:
+        socket.send_fds(self._link, ["\n".join(words).encode()], fds)
+        return int(self._link.recv(100))
+
+    def close(self) -> None:
+        self._link.close()
+        assert self._process.wait(20) == 0
 
 
 class Exporter:
     """A running kv_exporter.py, and what it last said about its pool."""
 
-    def __init__(self, folder: Path, owner: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(EXPORTER), str(folder), owner], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    def __init__(self, forks: Forks, folder: Path, owner: str) -> None:
+        self._forks = forks
+        self._code: int | None = None
+        (commands, to), (fro, replies) = os.pipe(), os.pipe()
+        self._input, self._output = os.fdopen(to, "wb"), os.fdopen(fro, "rb")
+        try:
+            self._pid = forks.ask("start", str(folder), owner, fds=(commands, replies))
+        finally:
+            os.close(commands)
+            os.close(replies)
         self._read_pool()
 
     def _read_pool(self) -> None:
@@ -48,15 +77,13 @@ class Exporter:
         self.digests: list[str] = said["digests"]
 
     def _reply(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the exporter ended with {self.process.wait()}"
+        line = self._output.readline()
+        assert line, f"the exporter ended with {self.wait()}"
         return orjson.loads(line)
 
     def send(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command.encode() + b"\n")
-        self.process.stdin.flush()
+        self._input.write(command.encode() + b"\n")
+        self._input.flush()
 
     def refilled(self) -> None:
         """Read the answer to "refill"."""
@@ -66,17 +93,22 @@ class Exporter:
         self.send(command)
         return self._reply()
 
+    def wait(self) -> int:
+        """Its exit code, when it has ended."""
+        if self._code is None:
+            self._code = self._forks.ask("end", str(self._pid))
+        return self._code
+
     def kill(self) -> None:
         """SIGKILL, and return when the process is gone."""
-        self.process.kill()
-        assert self.process.wait() == -signal.SIGKILL
+        os.kill(self._pid, signal.SIGKILL)
+        assert self.wait() == -signal.SIGKILL
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        if self._code is None:
+            self.kill()
+        self._input.close()
+        self._output.close()
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +120,14 @@ def shm_dir() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def living_process(shm_dir: Path) -> Iterator[Exporter]:
-    exporter = Exporter(shm_dir, "living")
+def forks() -> Iterator[Forks]:
+    with closing(Forks()) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def living_process(forks: Forks, shm_dir: Path) -> Iterator[Exporter]:
+    exporter = Exporter(forks, shm_dir, "living")
     yield exporter
     exporter.end()
     assert sweep(shm_dir) == (exporter.ref.segment.handle,)
@@ -97,19 +135,19 @@ def living_process(shm_dir: Path) -> Iterator[Exporter]:
 
 @pytest.fixture
 def living(living_process: Exporter) -> Exporter:
-    """An exporter with a fresh pool, for the tests that do not end it: starting one takes seconds."""
+    """An exporter with a fresh pool, for the tests that do not end it."""
     living_process.send("refill")
     living_process.refilled()
     return living_process
 
 
 @pytest.fixture
-def start(shm_dir: Path) -> Iterator[Callable[..., Exporter]]:
+def start(forks: Forks, shm_dir: Path) -> Iterator[Callable[..., Exporter]]:
     """Starts an exporter of the test's own; at the end it is killed and swept."""
     started: list[Exporter] = []
 
     def begin(owner: str = "exporter") -> Exporter:
-        started.append(Exporter(shm_dir, owner))
+        started.append(Exporter(forks, shm_dir, owner))
         return started[-1]
 
     yield begin
@@ -278,7 +316,7 @@ def test_an_owner_that_closes_leaves_running_peers_their_bytes(
     exporter, copied = start(), Copied()
     importer.fetch(exporter.ref, Copied())
     assert exporter.ask("close") == "closed"
-    assert exporter.process.wait() == 0
+    assert exporter.wait() == 0
     assert not (shm_dir / exporter.ref.segment.handle).exists()
     importer.fetch(exporter.ref, copied)
     assert copied.digests() == exporter.digests
