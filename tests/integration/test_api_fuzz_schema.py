@@ -52,6 +52,7 @@ OPERATIONS = [
     ("GET", "/health/live"),
     ("GET", "/health/ready"),
     ("GET", "/health"),
+    ("GET", "/metrics"),
     ("GET", "/admin/overview"),
     ("GET", "/admin/workers"),
     ("POST", "/admin/workers/{worker}/drain"),
