@@ -104,6 +104,7 @@ def test_a_file_of_requests_becomes_a_file_of_answers(fleet: Serve, tmp_path: Pa
     assert "is the output of in.jsonl already" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_cancelled_batch_has_an_answer_or_an_error_for_each_line(fleet: Serve, tmp_path: Path) -> None:
     given, output = write(tmp_path / "in.jsonl", 300, 100), tmp_path / "out.jsonl"
     batch_id = batch("submit", given, "--url", fleet.url).stdout.strip()
