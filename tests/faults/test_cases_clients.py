@@ -141,6 +141,8 @@ def test_a_stream_that_is_cut_anywhere_goes_on_elsewhere_as_if_nothing_was(share
         turns = cycle(clients if n % 2 else clients[::-1])
         parts = [await post_part(next(turns), COMPLETIONS, body(prompt, 90), chance.randrange(2, 25), RESUMABLE)]
         for most in (chance.randrange(1, 25), -1):
+            if parts[-1].done:  # on a busy machine a frame may hold many tokens, and a few frames all of them
+                break
             last_id = next(part.last_id for part in reversed(parts) if part.frames)
             parts.append(await get_part(next(turns), parts[0].id, last_id, most))
         cut = joined(parts)
