@@ -18,6 +18,7 @@ from prelay_batch.errors import LeaseLost
 from prelay_batch.reading import Ask, Reader
 from prelay_batch.run import Run, Sizes
 from prelay_batch.window import Backlog
+from prelay_files.bitmap import Bitmap
 from prelay_files.folder import BatchFolder
 from prelay_files.ids import new_batch_id
 from prelay_files.ledger import Ledger
@@ -61,6 +62,7 @@ class FakeQueue:
         self.cancel_at = self.chance.choice([10**9, 10**9, 30])
         self.lease_lost_at = 10**9
         self.asked = 0
+        self.answered = Bitmap()
 
     def _ask(self) -> None:
         self.asked += 1
@@ -158,6 +160,7 @@ class FakeQueue:
         self._ask()
         for job in jobs:
             assert self.jobs.get(job) not in ("queued", "preempted")
+            assert int(job.split("-")[1]) in self.answered, "it is still needed, should this runner die"
             self.jobs.pop(job, None)
 
     def backlog(self) -> Backlog:
@@ -185,15 +188,17 @@ class Batch:
         self.rows[3] = self.rows[2]  # of the same id
         self.content = jsonl(self.rows[:5]) + b"{no\n" + jsonl(self.rows[5:])
 
-    def run(self, queue: Any, epoch: int) -> tuple[bool, list[dict[str, Any]]]:
+    def run(self, queue: FakeQueue, epoch: int) -> tuple[bool, list[dict[str, Any]]]:
         """Run it; whether it is complete, and all lines that were written."""
         with Ledger.take_over(self.folder, epoch) as ledger:
+            queue.answered = ledger.done
             ask = Ask(self.id, COMPLETIONS, "null", self.tokenizer, lambda: Limits(4096))
             total = len(self.rows) + 1
             reader = Reader(ask, io.BytesIO(self.content), total, ledger.done)
             answers = Answers(self.id, self.tokenizer, "null", "fp")
             sizes = Sizes(window=16, lookahead=12, max_tries=3)
-            found = Run(queue, ledger, queue, queue, reader, answers, sizes, total, takes_over=epoch > 1)
+            fake: Any = queue
+            found = Run(fake, ledger, fake, fake, reader, answers, sizes, total, takes_over=epoch > 1)
             try:
                 complete = found.until_drained(lambda: False)
             except LeaseLost:

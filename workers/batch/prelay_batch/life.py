@@ -64,6 +64,7 @@ class Line:
     failures: int = 0
     cancelled: int = 0
     ended: dict[int, LogView] = field(default_factory=dict)  # of this try, by choice
+    over: list[str] = field(default_factory=list)  # jobs of all tries that have ended, to be forgotten with the line
     looked: float = 0.0  # when this try's jobs were last heard of, seconds
 
     def request_id(self, batch_id: str) -> str:
@@ -94,6 +95,12 @@ class Line:
         """As the next try."""
         self.attempt += 1
         self.ended = {}
+
+    def await_all(self, batch_id: str) -> None:
+        """All jobs of this try are to end, also those that had."""
+        jobs = self.job_ids(batch_id)
+        self.ended = {}
+        self.over = [job for job in self.over if job not in jobs]
 
     def _answered(self) -> Answered:
         views = [self.ended[part.choice] for part in self.parts]

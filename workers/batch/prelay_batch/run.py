@@ -241,8 +241,9 @@ class Run:
         self._desk.requeue(preempted)
 
     def _submit_again(self, line: Line) -> None:
-        """The same try, of which Redis lost a job, or the next."""
+        """The same try, of which Redis lost a job, or the next. Whichever of its jobs are there are found again."""
         self._outstanding.drop(line)
+        line.await_all(self._answers.batch_id)
         if self._why is None:
             self._lookahead.put_back([line])
         else:
@@ -264,7 +265,7 @@ class Run:
             self._submit_again(line)
         elif view.state == "done":
             self._outstanding.over(job)
-            self._forgettable.append(job)
+            line.over.append(job)
             verdict = line.on_end(choice, view, self._max_tries)
             if verdict is not None:
                 self._obey(line, verdict)
@@ -300,11 +301,13 @@ class Run:
             completion_tokens=usage.completion_tokens,
         )
         failpoints.hit("batch.append.after")
+        self._forgettable += line.over
 
     def _refuse(self, number: int, refusal: Refusal, line: Line | None = None) -> None:
         batch_id = self._answers.batch_id
         request_id = line.request_id(batch_id) if line else f"{batch_id}-{number}-0"
         self._ledger.append(number, ok=False, raw=refusal_line(batch_id, number, refusal, request_id))
+        self._forgettable += line.over if line else ()
 
     @property
     def _is_late(self) -> bool:
