@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -48,16 +49,19 @@ class Ledger:
 
     @classmethod
     def take_over(cls, folder: BatchFolder, epoch: int) -> Ledger:
-        """Go on where the runs before `epoch` have come. Raise StorageFailed.
+        """Go on where the runs before `epoch` have come. Raise StorageFailed; then nothing is left of this run.
 
         May be called again for the same epoch, also by another process (a Redis that lost its latest writes gives an
         epoch out twice): each call makes a run of its own, which goes on from the one before.
         """
         with durable.translated():
             run = _make_run(folder, epoch)
-            found = _newest(folder, run_number(run.name))
-            ledger = cls(folder, run, found)
-            ledger.checkpoint()
+            with contextlib.ExitStack() as undo:  # tried again and again while the disk is full, nothing piles up
+                undo.callback(shutil.rmtree, run, ignore_errors=True)
+                ledger = cls(folder, run, _newest(folder, run_number(run.name)))
+                undo.callback(ledger.close)
+                ledger.checkpoint()
+                undo.pop_all()
         return ledger
 
     def __enter__(self) -> Ledger:

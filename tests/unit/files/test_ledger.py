@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from collections import Counter
@@ -191,6 +192,27 @@ def test_after_an_error_of_the_disk_a_ledger_is_of_no_use(batch: BatchFolder) ->
         with pytest.raises(StorageFailed):
             ledger.checkpoint()
     ledger.close()
+
+
+def test_a_run_that_cannot_begin_leaves_nothing_however_often_it_is_tried(
+    batch: BatchFolder, store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Ledger.take_over(batch, 1) as ledger:
+        note(ledger, batch, 0)
+        ledger.checkpoint()
+    before = sorted(batch.path.rglob("*"))
+
+    def refused(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("prelay_files.durable.replace", refused)
+        for epoch in (2, 2, 3):
+            with pytest.raises(StorageFailed, match="No space left"):
+                Ledger.take_over(batch, epoch)
+    assert sorted(batch.path.rglob("*")) == before
+    with Ledger.take_over(batch, 4) as ledger:
+        assert 0 in ledger.done
 
 
 def test_after_the_end_the_runs_are_gone_and_the_first_end_stands(batch: BatchFolder, store: FileStore) -> None:
