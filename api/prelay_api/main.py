@@ -6,7 +6,7 @@ import logging
 import sys
 
 from prelay_files.errors import FilesError
-from prelay_files.store import FileStore
+from prelay_files.store import check_root
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
 from prelay_queue.server import inspect
@@ -30,7 +30,7 @@ def run(config: ApiConfig) -> int:
         _check(config)
         service = Service(config, Tokenizer.load(config.model))
         if config.files_dir is not None:
-            FileStore(config.files_dir)  # it makes the folder, or says why not
+            check_root(config.files_dir)
         listener = bind(config.host, config.port, share=config.share_port)
     except (StartupError, TextError, FilesError) as error:
         print(f"prelay api: {error}", file=sys.stderr)

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import orjson
 
 from . import durable
-from .errors import Damaged, FileMissing, FileTooLarge
+from .errors import Damaged, FileMissing, FileTooLarge, StorageFailed
 from .ids import is_file_id, new_file_id
 
 #: What nobody has written to for so long, and nobody holds, was left by a process that died, seconds.
@@ -122,6 +122,15 @@ class FileStore:
         if not is_file_id(file_id):
             raise _missing(file_id)
         return self._folder / f"{file_id}.json"
+
+
+def check_root(root: Path) -> None:
+    """Raise StorageFailed, with the name of the setting, where no file could be kept: at the start, not at an upload."""
+    try:
+        with FileStore(root).create("check", "check"):
+            pass
+    except StorageFailed as error:
+        raise StorageFailed(f"files_dir {root} cannot be used: {error}") from None
 
 
 class Writing:

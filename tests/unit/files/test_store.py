@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from prelay_files import store as module
 from prelay_files.errors import FileMissing, FileTooLarge, StorageFailed
-from prelay_files.store import FileLimits, FileStore, StoredFile, Writing
+from prelay_files.store import FileLimits, FileStore, StoredFile, Writing, check_root
 
 WIDE = FileLimits(10**9, 10**6, 10**6)
 
@@ -193,6 +194,21 @@ def test_a_full_disk_is_told_and_leaves_nothing(store: FileStore, tmp_path: Path
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, ignored)
     assert on_disk(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_used_is_told_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_root(tmp_path)
+    assert on_disk(tmp_path) == []
+    (tmp_path / "a file").touch()
+    with pytest.raises(StorageFailed, match=f"files_dir {tmp_path / 'a file'} cannot be used: .*Not a directory"):
+        check_root(tmp_path / "a file")
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("prelay_files.store.os.open", refused)
+    with pytest.raises(StorageFailed, match=f"files_dir {tmp_path} cannot be used: .*Read-only"):
+        check_root(tmp_path)
 
 
 def test_only_its_owner_may_look_into_the_folder(store: FileStore, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rq.exceptions import StopRequested
 from rq.serializers import JSONSerializer
 
 from prelay_files.errors import FilesError
-from prelay_files.store import FileStore
+from prelay_files.store import check_root
 from prelay_queue.batch_jobs import queue_name
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
@@ -110,7 +110,7 @@ def _check(config: BatchConfig) -> None:
     """Raise StartupError when the server will not do, QueueError when it does not answer."""
     if config.queue.fleet == "":
         raise StartupError("fleet must not be empty")
-    FileStore(config.files_dir)
+    check_root(config.files_dir)
     queue = SyncQueue(config.queue)
     try:
         server = inspect(queue.redis)
