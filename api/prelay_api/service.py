@@ -79,7 +79,7 @@ class Service:
     def batches(self) -> Batches:
         """Raise RequestError, 404, where this server has no folder for files."""
         if self._batches is None:
-            message = "files and batches are off here: prelay serve --batch N serves them, or prelay api --files-dir DIR"
+            message = "files and batches are off here: prelay serve --batch N has them, or prelay api --files-dir DIR"
             raise RequestError(message, code="not_served", status=404)
         return self._batches
 

@@ -125,7 +125,7 @@ class FileStore:
 
 
 def check_root(root: Path) -> None:
-    """Raise StorageFailed, with the name of the setting, where no file could be kept: at the start, not at an upload."""
+    """Raise StorageFailed, with the name of the setting, where no file could be kept. For the start."""
     try:
         with FileStore(root).create("check", "check"):
             pass
