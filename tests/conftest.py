@@ -14,6 +14,10 @@ from xdist.scheduler import LoadScopeScheduling
 from prelay_engine.demo import default_cache, fetch_demo
 from prelay_engine.errors import DemoError
 
+#: Threads of torch that wait sleep instead of spin: here, and in the processes that tests start. Several test processes
+#: share the cores, and one that spins takes away what it waits for. It is read when torch is imported, which is later.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
