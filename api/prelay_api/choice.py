@@ -14,6 +14,7 @@ from prelay_queue.errors import QueueError, QueueFull, QueueUnavailable
 from prelay_queue.events import LogView
 from prelay_queue.job import FinishReason
 from prelay_queue.log import read_log
+from prelay_queue.logs import about
 from prelay_queue.note import Note
 from prelay_queue.scripts import NewJob
 from prelay_queue.state import State
@@ -181,7 +182,7 @@ class Choice:
                     await self._perform([Reread()])
                 self._notice()
         except Exception:
-            log.exception("the relay of %s failed", self.id)
+            log.exception("the relay of %s failed", self.id, extra=about(self.id))
             self.fail(internal_error())
 
     def _notice(self) -> None:
@@ -241,7 +242,7 @@ class Choice:
             self._delay = min(2 * self._delay, 2.0)
             return [Reread()] if self.relay.end is None else []
         except QueueError as error:
-            log.error("%s: %s", self.id, error)
+            log.error("%s: %s", self.id, error, extra=about(self.id))
             return self.relay.fail(internal_error())
         self._delay = 0.1
         return found
@@ -252,7 +253,9 @@ class Choice:
         queue = self._hub.queue
         answer = await queue.run(queue.scripts.requeue(self.id, epoch, resume, self.job.attachment))
         await failpoints.ahit("relay.requeue.after")
-        log.info("%s was preempted at epoch %d: %s at epoch %d, resume %d", self.id, epoch, *_words(answer))
+        found = _words(answer)
+        words = "%s was preempted at epoch %d: %s at epoch %d, resume %d"
+        log.info(words, self.id, epoch, *found, extra=about(self.id, epoch))
         if answer.code == "ok":
             self._timing.requeued(max(0, self.relay.standing - answer.resume))
         return self.relay.on_requeued(answer)
@@ -262,7 +265,8 @@ class Choice:
         queue, epoch, ids = self._hub.queue, action.epoch, action.ids
         job = replace(self.job, epoch=epoch, ids=ids, notes=action.notes)
         (answer,) = await queue.run(queue.scripts.submit([job]))
-        log.warning("Redis lost %s: submitted again at epoch %d with %d tokens (%s)", self.id, epoch, len(ids), answer)
+        words = "Redis lost %s: submitted again at epoch %d with %d tokens (%s)"
+        log.warning(words, self.id, epoch, len(ids), answer, extra=about(self.id, epoch))
         if answer == "new":
             self._timing.resubmitted()
         return self.relay.on_submitted(answer, epoch)

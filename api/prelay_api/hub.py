@@ -17,6 +17,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from prelay_queue import logs
 from prelay_queue.client import AsyncQueue
 from prelay_queue.errors import BadMessageError, QueueError
 from prelay_queue.events import decode_live
@@ -121,6 +122,7 @@ class Hub:
     async def _establish(self) -> None:
         """Make the live stream (writers skip one that is not there) and let every relay look at its log."""
         self._last = await self._say_alive(begin=True)
+        logs.name_process(api=self.id)
         log.info("listening as %s", self.id)
         for subscription in self._all():
             subscription.want_log()

@@ -20,6 +20,7 @@ from .apikeys import bearer
 from .child import ChildSpec
 from .embedded import EmbeddedServer
 from .errors import CliError
+from .fleetmetrics import VARIABLES, FleetMetrics, variables
 from .nursery import PRELAY, Nursery, modules_for
 from .options import OPTIONS
 from .queueserver import disown, inspect_server
@@ -54,6 +55,7 @@ class Plan:
     sizes: Sizes
     server: EmbeddedServer | None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    metrics: Path | None = None  # where all processes keep theirs
 
     @property
     def url(self) -> str:
@@ -82,7 +84,7 @@ class Plan:
 
     def environment(self, threads: int) -> dict[str, str]:
         """Return a child's environment: ours, without the settings we read, with those we decided, and no API key."""
-        read = {option.variable for option in OPTIONS.values()} | {"PRELAY_CONFIG"}
+        read = {option.variable for option in OPTIONS.values()} | {"PRELAY_CONFIG", *VARIABLES}
         inherited = {name: value for name, value in os.environ.items() if name not in read}
         decided = {
             "PRELAY_REDIS_URL": self.url,
@@ -91,6 +93,7 @@ class Plan:
             "PRELAY_KV_BLOCKS": str(self.sizes.kv_blocks or 1),
             "PRELAY_PREFILL_KV_BLOCKS": str(self.sizes.prefill_kv_blocks or 1),
             "PRELAY_THREADS": str(self.sizes.threads),
+            "PRELAY_METRICS_PORT": "0",  # the API shows those of all
             "PYTHONUNBUFFERED": "1",
         }
         given = {name: value for name, value in self.settings.environment().items() if name not in _KEYS}
@@ -104,6 +107,7 @@ class Plan:
     def child(self, name: str, role: str, stop_s: float, threads: int) -> ChildSpec:
         command = (*PRELAY, role)
         environment = self.environment(threads) | (self._of_api() if role == "api" else {})
+        environment |= variables(self.metrics, name)
         before = _sweep_first if role == "prefill" else None
         after = None if role == "api" else self._disown
         return ChildSpec(name, command, environment, stop_s, before_start=before, after_death=after)
@@ -135,12 +139,13 @@ class Fleet:
     def __init__(self, plan: Plan, report: Report) -> None:
         self.plan = plan
         self.report = report
+        self._metrics = FleetMetrics(plan.metrics)
         self._begun = time.monotonic()
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
         """Serve until a signal. Return 0, or 130 after a hurried stop. Raise CliError when a part gives up."""
-        self._supervisor = Supervisor(self.report.child_line)
+        self._supervisor = Supervisor(self.report.child_line, self._metrics.restarted)
         self._nursery = self.plan.nursery(self.report.warn)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -262,7 +267,7 @@ class Fleet:
            Then the workers: they give back what they hold, which needs the queue.
            Then the nursery, which tells how they end.
         3 Then the server: nobody writes to it any more.
-        4 Then what a killed worker may have left in /dev/shm.
+        4 Then what a killed worker may have left in /dev/shm, and the metrics of all.
         """
         supervisor = self._supervisor
         if supervisor.keepers:
@@ -275,6 +280,7 @@ class Fleet:
             self._nursery.close()
         await supervisor.stop(["server"])
         await asyncio.to_thread(sweep_segments)
+        self._metrics.close()
         supervisor.close()
         if supervisor.keepers:
             self.report.say("stopped")

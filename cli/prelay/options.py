@@ -155,6 +155,11 @@ OPTIONS: dict[str, Option] = {
             "--redis-url", _BATCHES,
         ),
         Option("log_level", "LEVEL", "debug, info, warning or error.", "info"),
+        Option("log_format", "FORM", "text, or json: one object a line, with request, epoch and worker.", "text"),
+        Option(
+            "metrics_port", "PORT", "Show the worker's metrics at http://ADDRESS:PORT/metrics. 0: no.", "0", _WORKERS,
+        ),
+        Option("metrics_host", "ADDRESS", "Address to show them on.", "127.0.0.1", _WORKERS),
         Option("null_model", "", "A fake model: hashes for tokens.", panel="Tests", is_switch=True, hidden=True),
         Option("null_divergent", "", "The epoch goes into the hash.", panel="Tests", is_switch=True, hidden=True),
         Option("null_step_ms", "MS", "Time of a decode step.", panel="Tests", hidden=True),
@@ -166,9 +171,9 @@ OPTIONS: dict[str, Option] = {
 _NULL = ("null_model", "null_divergent", "null_step_ms", "null_prefill_ms", "null_vocab")
 _RUN = (
     "dtype", "max_model_len", "block_size", "max_running", "prefill_chunk", "prefix_cache", "max_preemptions",
-    "patience_s", "threads", *_NULL,
+    "patience_s", "threads", "metrics_port", "metrics_host", *_NULL,
 )  # fmt: skip
-_COMMON = ("redis_url", "model", "log_level")
+_COMMON = ("redis_url", "model", "log_level", "log_format")
 API = (
     *_COMMON, "served_model_name", "host", "port", "api_key", "api_key_file", "body_timeout_s", "max_queued_jobs",
     "max_queued_tokens", "keep", "shutdown_grace_s", "drain_s",
@@ -178,7 +183,9 @@ PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
 DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", *_RUN)
 BATCH_WORKER = (*_COMMON, "served_model_name", "files_dir", "batch_redis_url", "max_queued_jobs", "max_queued_tokens")
 UNIFIED = (*_COMMON, "kv_blocks", *_RUN)
-SERVE = tuple(OPTIONS)
+#: Of a single worker only: prelay serve shows the metrics of all its processes at the API.
+_ALONE = ("metrics_port", "metrics_host")
+SERVE = tuple(name for name in OPTIONS if name not in _ALONE)
 
 _CONFIG = inspect.Parameter(
     "config",

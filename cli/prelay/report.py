@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -30,24 +32,35 @@ class Report:
     reports on goes on.
     """
 
-    def __init__(self) -> None:
-        self.console = _Console(file=sys.stderr, highlight=False)
+    def __init__(self, *, json: bool = False) -> None:
+        """`json`: every line is an object, as those of the children then are."""
+        self.console = _Console(file=sys.stderr, highlight=False, force_terminal=False if json else None)
+        self._json = json
         self._status: Status | None = None
         self._waiting_for = ""
         self._names: list[str] = []
         self._heard = True
 
     def step(self, text: str) -> None:
+        if self._json:
+            return self.say(text)
         self._print(Text.assemble(("✓ ", "bold green"), text))
 
     def warn(self, text: str) -> None:
+        if self._json:
+            return self.say(text, "warning")
         self._print(Text.assemble(("! ", "bold yellow"), (text, "bold")))
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, level: str = "info") -> None:
+        if self._json:
+            text = _object(level=level, process="serve", message=text)
         self._print(Text(text))
 
     def child_line(self, name: str, line: str) -> None:
         """Print one line of a child, its name in front."""
+        if self._json:
+            self._print(Text(_of_child(name, line)))
+            return
         if name not in self._names:
             self._names.append(name)
         colour = _COLOURS[self._names.index(name) % len(_COLOURS)]
@@ -105,6 +118,22 @@ class Report:
                 bars.update(tasks[what], completed=done)  # type: ignore[arg-type]
 
             yield tell
+
+
+def _object(**fields: str) -> str:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"time": now, **fields})
+
+
+def _of_child(name: str, line: str) -> str:
+    """A child's line as an object that names the child. What it printed beside its log becomes a message."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        return _object(level="info", process=name, message=line)
+    return json.dumps({"process": name, **fields})
 
 
 def _in_lines(say: Callable[[str], None]) -> Tell:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 from pathlib import Path
 
+from prelay_queue import logs
 from prelay_queue.settings import QueueSettings
 from prelay_text.errors import TextError
 from prelay_text.fingerprint import fingerprint
@@ -106,6 +105,8 @@ def run_worker(role: str, settings: Settings) -> int:
         prefix_cache=settings.prefix_cache == "on",
         local_prefill_tokens=settings.local_prefill_tokens,
         patience_s=settings.patience_s,
+        metrics_port=settings.metrics_port,
+        metrics_host=settings.metrics_host,
         null=null if settings.null_model else None,
     )
     return _entry(role, config)
@@ -160,6 +161,4 @@ def thread_variables(threads: int) -> dict[str, str]:
 
 def _set_up(settings: Settings, threads: int) -> None:
     os.environ.update(thread_variables(threads))
-    logging.basicConfig(
-        level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    logs.set_up(settings.log_level, settings.log_format)

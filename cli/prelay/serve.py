@@ -8,6 +8,7 @@ import contextlib
 from .apikeys import api_keys
 from .embedded import EmbeddedServer
 from .fleet import Fleet, Plan
+from .fleetmetrics import empty_folder
 from .host import check_port, this_host
 from .leaving import leaving_on_sigterm
 from .model import resolve_model, served_name
@@ -25,7 +26,7 @@ def serve(settings: Settings) -> int:
 
     Raise CliError with one line for whatever does not work.
     """
-    report = Report()
+    report = Report(json=settings.log_format == "json")
     for variable in unknown_variables():
         report.warn(f"{variable} is set, and no setting has that name")
     with contextlib.ExitStack() as stack:
@@ -59,4 +60,5 @@ def _plan(settings: Settings, server: EmbeddedServer | None, report: Report) -> 
     kv = geometry(settings, folder)
     if swept := sweep_segments():  # before /dev/shm is measured
         report.step(f"removed {len(swept)} KV segment(s) that a crash had left in /dev/shm")
-    return Plan(settings, folder, name, sizes(settings, kv, this_host()), server, api_keys(settings))
+    metrics = empty_folder(settings, report.warn)
+    return Plan(settings, folder, name, sizes(settings, kv, this_host()), server, api_keys(settings), metrics)

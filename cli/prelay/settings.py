@@ -29,7 +29,9 @@ from .options import OPTIONS
 from .redact import redact
 
 #: PRELAY_ variables that are no settings.
-OTHER_VARIABLES = frozenset({"PRELAY_CONFIG", "PRELAY_CACHE_DIR", "PRELAY_FAULTS", "PRELAY_TRACE"})
+OTHER_VARIABLES = frozenset(
+    {"PRELAY_CONFIG", "PRELAY_CACHE_DIR", "PRELAY_FAULTS", "PRELAY_TRACE", "PRELAY_METRICS_PLACE"}
+)
 
 Count = Annotated[int, Field(ge=0, le=256)]
 Blocks = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -123,6 +125,9 @@ class Settings(BaseSettings):
     batch: Count = 2
     batch_redis_url: Annotated[SecretStr, AfterValidator(_check_url)] | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    metrics_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     null_model: bool = False
     null_divergent: bool = False
     null_step_ms: Annotated[float, Field(ge=0, le=60_000)] = 1.0

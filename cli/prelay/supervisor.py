@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from .child import Child, ChildSpec, Sink
@@ -35,8 +35,10 @@ class Supervisor:
     main thread: children die with the thread that started them.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Sink, restarted: Callable[[str], None] | None = None) -> None:
+        """`restarted` hears the name of each child that ended by itself and is started again."""
         self._sink = sink
+        self._restarted = restarted
         self.keepers: dict[str, Keeper] = {}
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.started_up = False
@@ -100,6 +102,8 @@ class Supervisor:
         if isinstance(decision, GiveUp):
             words = f": {spec.last_words()}" if spec.last_words else ""
             raise ChildFailed(f"{spec.name} {decision.why}{words}", child.tail)
+        if self._restarted is not None:
+            self._restarted(spec.name)
         self._sink(spec.name, f"ended with {describe(code)}; starts again in {decision.delay_s:g} s")
         await _unless(keeper.unwanted, asyncio.sleep(decision.delay_s))
 

@@ -20,7 +20,7 @@ class BadMessageError(QueueError):
     """A stored message does not parse."""
 
     def __init__(self, raw: bytes, why: str) -> None:
-        super().__init__(f"cannot read a queue message ({why}): {raw[:200]!r}")
+        super().__init__(f"cannot read a queue message of {len(raw)} bytes ({why})")  # not said: it may hold a prompt
         self.raw = raw
 
 

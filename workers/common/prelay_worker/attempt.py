@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from prelay_engine.sequence import Sequence
 from prelay_queue.job import Claim
+from prelay_queue.logs import about
 
 from .messages import key_of
 from .policy import Holder
@@ -38,6 +40,11 @@ class Attempt:
     @property
     def key(self) -> str:
         return key_of(self.claim.id, self.claim.epoch)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Fields of a log line about it."""
+        return about(self.claim.id, self.claim.epoch)
 
     @property
     def alone(self) -> bool:

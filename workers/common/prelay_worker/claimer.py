@@ -16,6 +16,7 @@ from prelay_queue.client import SyncQueue, is_missing_group
 from prelay_queue.errors import QueueError, QueueUnavailable
 from prelay_queue.job import PROTOCOL_VERSION
 from prelay_queue.keys import GROUP
+from prelay_queue.logs import about
 from prelay_queue.recorder import NOBODY, Recorder
 from prelay_queue.scripts import text
 
@@ -212,7 +213,8 @@ class Claimer:
         self._asked = None
         claim = answer.claim
         if answer.code == "newer":
-            log.warning("job %s speaks a newer protocol than this worker's %d: left alone", job, PROTOCOL_VERSION)
+            words = "job %s speaks a newer protocol than this worker's %d: left alone"
+            log.warning(words, job, PROTOCOL_VERSION, extra=about(job))
             self._stopping.wait(0.2)  # a newer worker takes it meanwhile
         if claim is None:
             return False

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from prelay_queue import logs
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
 from prelay_queue.identity import incarnation
@@ -34,6 +35,7 @@ def run_worker(make: WorkerClass, config: WorkerConfig) -> int:
     try:
         check_server(config)
         name = incarnation()
+        logs.name_process(worker=name)
         worker = make(config, _backend(config, name), _matcher_factory(config), name)
         if config.metrics_port:
             show(worker.metrics.recorder, config.metrics_host, config.metrics_port)

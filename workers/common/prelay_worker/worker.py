@@ -256,7 +256,7 @@ class Worker(ABC):
 
     def _make_room(self, attempt: Attempt) -> None:
         """Evict an attempt for a more urgent head. What may be read by a decode worker is asked back first."""
-        log.info("%s makes room for a more urgent job", attempt.key)
+        log.info("%s makes room for a more urgent job", attempt.key, extra=attempt.about)
         if attempt.exported:
             attempt.leaving = True
             self._put([Recall(attempt.claim.id, attempt.claim.epoch, "urgent")])
@@ -270,7 +270,7 @@ class Worker(ABC):
         for claim in self._take_heads(lambda claim: claim.overdue(now_ms)):
             self._put([Expire(claim.id, claim.epoch)])
         for attempt in [each for each in self.attempts.values() if each.slot and each.claim.overdue(now_ms)]:
-            log.info("%s is past its deadline", attempt.key)
+            log.info("%s is past its deadline", attempt.key, extra=attempt.about)
             self._free(attempt)
             self._put([Expire(attempt.claim.id, attempt.claim.epoch)])
 
@@ -358,7 +358,7 @@ class Worker(ABC):
         if attempt is None:
             self._take_heads(lambda claim: key_of(claim.id, claim.epoch) == key)
             return
-        log.info("%s stops here: %s", key, why)
+        log.info("%s stops here: %s", key, why, extra=attempt.about)
         self._free(attempt)
 
     def _on_release(self, key: str) -> None:

@@ -1,0 +1,87 @@
+"""What Prometheus and Grafana are given fits the metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prelay_queue.metric_table import TABLE
+from scripts import dashboard
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+#: A metric and what its labels must be.
+USE = re.compile(r"(prelay_[a-z0-9_]+)(?:\{([^}]*)\})?")
+MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"]*)"')
+#: Names that aggregations and legends go by.
+BY = re.compile(r"\bby \(([\w, ]+)\)")
+
+
+def expressions() -> Iterator[str]:
+    """Every expression of the alerts and of the dashboard."""
+    alerts = (DEPLOY / "alerts.yml").read_text()
+    found = re.findall(r"^ +expr: (?:>-\n)?(.*?)\n +(?:for|labels):", alerts, flags=re.MULTILINE | re.DOTALL)
+    assert len(found) == alerts.count("alert:") > 10
+    yield from found
+    for panel in json.loads(dashboard.FILE.read_text())["panels"]:
+        yield from (target["expr"] for target in panel.get("targets", ()))
+
+
+def bare(name: str) -> str:
+    """The metric that a series is of."""
+    return name if name in TABLE else re.sub(r"_(bucket|sum|count)$", "", name)
+
+
+@pytest.mark.parametrize("expression", sorted(set(expressions())))
+def test_an_expression_asks_for_metrics_labels_and_values_that_there_are(expression: str) -> None:
+    used = USE.findall(expression)
+    assert used or 'up{job="prelay"}' in expression
+    for name, matchers in used:
+        metric = TABLE[bare(name)]
+        assert (name != metric.name) == bool(metric.buckets), f"{name} is no series"
+        for label, wanted in MATCHER.findall(matchers):
+            values = metric.labels[label]
+            assert not values or set(wanted.split("|")) <= set(values), f"{label} is never {wanted}"
+    known = {"le"}.union(*(TABLE[bare(name)].labels for name, _ in used))
+    for names in BY.findall(expression):
+        assert set(re.split(r", ?", names)) <= known
+
+
+def test_the_dashboard_is_what_its_script_draws_and_shows_every_metric() -> None:
+    assert dashboard.FILE.read_text() == dashboard.text(), "run python scripts/dashboard.py"
+    text = " ".join(expressions())
+    assert [name for name in TABLE if name not in text] == []
+
+
+def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    panels = json.loads(dashboard.FILE.read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken
+        taken |= cells
+    assert max(x for x, _ in taken) < 24
+
+
+def test_promtool_takes_the_configuration_and_its_rules() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None and os.environ.get("CI"):
+        pytest.fail("no promtool here (Debian: apt install prometheus)")
+    if promtool is None:
+        pytest.skip("no promtool here")
+    done = subprocess.run(
+        [promtool, "check", "config", DEPLOY / "prometheus.yml"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
