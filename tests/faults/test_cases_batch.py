@@ -10,6 +10,7 @@ import orjson
 import psutil
 import pytest
 
+from prelay_files.folder import BatchFolder
 from prelay_queue.batches import BatchStatus
 from prelay_queue.scripts import text
 from prelay_queue.settings import QueueTimes
@@ -182,11 +183,16 @@ def test_a_cancelled_batch_has_each_line_in_one_of_its_files(bed: Bed) -> None:
     assert len(set(parts)) > 3, f"the cancels all came at one point: {parts}"
 
 
-def test_a_cancel_that_no_runner_hears_is_carried_out_by_the_next(bed: Bed) -> None:
+@pytest.mark.parametrize("known_to", ["redis", "disk"])
+def test_a_cancel_that_no_runner_hears_is_carried_out_by_the_next(bed: Bed, known_to: str) -> None:
+    """The disk alone knows it after a Redis that lost its data."""
     bed.fleet.worker(Role.UNIFIED)
     asked = lines(20, TOKENS)
     batch = bed.batches.create(jsonl(asked))
-    bed.batches.queue.run(bed.batches.scripts.cancel(batch))
+    if known_to == "redis":
+        bed.batches.queue.run(bed.batches.scripts.cancel(batch))
+    else:
+        BatchFolder(bed.batches.files_dir, batch).ask_cancel()
     bed.runner()
     assert bed.batches.until_over(batch).status is BatchStatus.CANCELLED
     output, errors = bed.batches.results(batch)

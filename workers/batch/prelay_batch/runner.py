@@ -150,6 +150,8 @@ class Runner:
             lease_ms = self._config.lease_ms
             taken = self._insist(partial(take, self._queue, self._batch_id, owner, lease_ms, floor, self._stopping))
             if taken.code != "gone":
+                if taken.code == "ok" and self._folder.cancel_asked():  # a Redis that lost data may not know it
+                    self._insist(partial(self._queue.run, self._scripts.cancel(self._batch_id)))
                 return taken
             left_ms = record.expires_at * 1000 - time.time_ns() // 1_000_000
             call = self._scripts.open(self._batch_id, record.encode(), left_ms, floor)
