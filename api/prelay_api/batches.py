@@ -208,10 +208,9 @@ class Batches:
 
     def _delete(self, file_id: str) -> None:
         self.files.get(file_id)
-        for folder in BatchFolder.unfinished(self.root):
-            if folder.record().input_file_id == file_id:
-                message = f"file {file_id} is the input of {folder.id}, which is not over: cancel that first"
-                raise RequestError(message, param="file_id", code="file_in_use", status=409)
+        if batch_id := BatchFolder.reader_of(self.root, file_id):
+            message = f"file {file_id} is the input of {batch_id}, which is not over: cancel that first"
+            raise RequestError(message, param="file_id", code="file_in_use", status=409)
         self.files.delete(file_id)
 
     def _unfinished(self) -> Sequence[BatchFolder]:

@@ -68,6 +68,12 @@ class BatchFolder:
         return [folder for folder in folders if not folder.end_path.exists()]
 
     @staticmethod
+    def reader_of(root: Path, file_id: str) -> str | None:
+        """The oldest batch that is not over and has this file as its input."""
+        records = _records(root, [folder.id for folder in BatchFolder.unfinished(root)])
+        return next((record.id for record in records if record.input_file_id == file_id), None)
+
+    @staticmethod
     def sweep(root: Path) -> Sequence[str]:
         """Remove what processes left half made or half removed that died; return the names."""
         gone = []

@@ -92,6 +92,16 @@ def test_a_cancel_is_noted_once_and_stays(tmp_path: Path) -> None:
         folder.ask_cancel()
 
 
+def test_who_reads_a_file_is_found_also_beside_a_record_that_cannot_be_read(tmp_path: Path) -> None:
+    broken, over, first, last = (BatchFolder.create(tmp_path, record()) for _ in range(4))
+    (broken.path / "record.json").write_bytes(b"{")
+    over.write_end({"status": "failed"})
+    for folder in (first, last):
+        (folder.path / "record.json").write_bytes(dataclasses.replace(folder.record(), input_file_id="it").encode())
+    assert BatchFolder.reader_of(tmp_path, "it") == min(first.id, last.id)
+    assert BatchFolder.reader_of(tmp_path, over.record().input_file_id) is None
+
+
 def test_ids_sort_by_age() -> None:
     assert is_file_id(new_file_id())
     assert is_batch_id(new_batch_id())
