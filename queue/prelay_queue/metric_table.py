@@ -236,7 +236,7 @@ _NOW = (
     _gauge("prelay_queue_oldest_age_seconds", _STAGE, "Age of the longest waiting of those; 0: none waits"),
     _gauge("prelay_queue_tokens", _CLASS, "Prompt tokens of the jobs that wait for a prefill"),
     _gauge("prelay_jobs", {"state": ("queued", "held", "preempted")}, "Jobs that are not over"),
-    _gauge("prelay_dead_letters", _NONE, "Jobs that were given up, as far back as they are listed (10000)"),
+    _gauge("prelay_dead_letters", _NONE, "Jobs that were given up, as far back as they are kept (1000)"),
     _gauge(
         "prelay_workers",
         {"role": ("prefill", "decode", "unified"), "state": ("ready", "draining", "stale")},

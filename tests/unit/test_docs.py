@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from prelay.geometry import Geometry
 from prelay_queue.metric_table import TABLE
 from prelay_text.effects import effect_of
 from prelay_text.parameters import Route, parameters_of
 from scripts import compatibility, metrics
+
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
 def test_the_tables_of_the_compatibility_page_are_those_of_the_parameters() -> None:
@@ -26,6 +31,16 @@ def test_every_parameter_that_is_implemented_says_what_it_does(route: Route) -> 
     for row in parameters_of(route).values():
         if row.check is not None:
             assert effect_of(row, route).endswith(".")
+
+
+def test_the_table_of_kv_sizes_is_what_a_geometry_says() -> None:
+    _, _, page = OPERATIONS.read_text().partition("<!-- begin kv -->")
+    rows = [line.strip("| ").split(" | ") for line in page.partition("<!-- end kv -->")[0].strip().splitlines()[2:]]
+    assert len(rows) > 5
+    for _, layers, heads, head_dim, of_token, of_4k, of_32k in rows:
+        size = Geometry(int(layers), int(heads), int(head_dim), context_len=1).token_bytes(2)
+        assert of_token == f"{size:,} B"
+        assert (of_4k, of_32k) == (f"{size * 4096 // 2**20:,} MiB", f"{size * 32768 // 2**20:,} MiB")
 
 
 def test_the_tables_of_the_page_of_metrics_are_those_of_the_code() -> None:
