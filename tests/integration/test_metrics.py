@@ -13,6 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prelay_queue import __version__
+from prelay_queue.batches import BatchProgress, BatchScripts, BatchStatus
+from prelay_queue.client import SyncQueue
 from prelay_queue.metric_table import TABLE, Kind, Part
 from prelay_worker.config import NullModel, Role, WorkerConfig
 from tests.bed.chain import Listener, check_stream
@@ -136,6 +138,22 @@ def test_jobs_that_wait_are_shown_with_their_class_and_age(new_fleet: Fleet) -> 
     new_fleet.worker(Role.UNIFIED)
     for listener in listeners:
         check_stream(listener.end(), [1, 2], 50)
+
+
+def test_open_batches_are_shown_with_their_lines(new_fleet: Fleet) -> None:
+    api = new_fleet.api()
+    queue = SyncQueue(new_fleet.queue)
+    batches = BatchScripts(queue.keys)
+    for name, done in (("batch_1", 3), ("batch_2", 4)):
+        queue.run(batches.open(name, b"{}", 60_000))
+        epoch = queue.run(batches.take(name, "me", 60_000)).epoch
+        progress = BatchProgress(total=10, completed=done, failed=1)
+        queue.run(batches.keep(name, epoch, "me", 60_000, BatchStatus.IN_PROGRESS, progress))
+    queue.close()
+    found = samples(api.url)
+    assert total(found, "prelay_batches_open") == 2
+    lines = {state: total(found, "prelay_batch_lines", state=state) for state in ("total", "completed", "failed")}
+    assert lines == {"total": 20, "completed": 7, "failed": 2}
 
 
 def test_a_redis_that_is_away_is_a_figure_too(own_server: Server, null_folder: Path) -> None:
