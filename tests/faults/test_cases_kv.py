@@ -34,7 +34,7 @@ def test_sixteen_streams_that_are_all_preempted_are_those_of_an_empty_fleet(shar
 
     The pool holds two answers and a half, and an operator sees to it that nobody is spared.
     """
-    with site(shared_server, null=NullModel(step_ms=12)) as here:
+    with site(shared_server, null=NullModel(step_ms=20)) as here:
         here.start(Role.PREFILL, blocks=512)
         here.start(Role.DECODE, blocks=30)
         here.until_ready()
