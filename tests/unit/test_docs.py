@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from prelay_text.effects import effect_of
 from prelay_text.parameters import Route, parameters_of
 from scripts import compatibility, metrics
 
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+ROOT = Path(__file__).parents[2]
+OPERATIONS = ROOT / "docs" / "operations.md"
 
 
 def test_the_tables_of_the_compatibility_page_are_those_of_the_parameters() -> None:
@@ -41,6 +43,13 @@ def test_the_table_of_kv_sizes_is_what_a_geometry_says() -> None:
         size = Geometry(int(layers), int(heads), int(head_dim), context_len=1).token_bytes(2)
         assert of_token == f"{size:,} B"
         assert (of_4k, of_32k) == (f"{size * 4096 // 2**20:,} MiB", f"{size * 32768 // 2**20:,} MiB")
+
+
+def test_every_alert_has_its_line_and_no_other_is_named() -> None:
+    rules = (ROOT / "deploy" / "alerts.yml").read_text()
+    named = re.findall(r"^ *- alert: (\w+)$", rules, re.MULTILINE)
+    assert len(named) > 10
+    assert set(re.findall(r"`(Prelay[A-Z]\w+)`", OPERATIONS.read_text())) == set(named)
 
 
 def test_the_tables_of_the_page_of_metrics_are_those_of_the_code() -> None:
