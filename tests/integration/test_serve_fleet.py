@@ -173,10 +173,11 @@ def test_a_password_is_in_no_command_line_and_no_log_and_eviction_is_warned_abou
     own_server.client.config_set("maxmemory-policy", "allkeys-lru")
     own_server.client.config_set("requirepass", "hush-hush")
     url = f"unix://:hush-hush@{own_server.socket}"
-    with ended(start(null_folder, tmp_path, "--redis-url", url)) as serve:
+    with ended(start(null_folder, tmp_path, "--redis-url", url, "--batch", "1", "--batch-redis-url", url)) as serve:
         serve.until_ready()
         check_serves(serve)
-        assert set(serve.children()) == {"api", "prefill", "decode"}
+        serve.wait_for("batch worker .* is ready")
+        assert set(serve.children()) == {"api", "prefill", "decode", "batch-worker"}
         lines = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
         assert not [line for line in lines if "hush-hush" in str(line)]
         assert serve.stop(signal.SIGHUP) == 0
