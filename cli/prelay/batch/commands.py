@@ -19,6 +19,8 @@ batch_app = typer.Typer(
     no_args_is_help=True,
 )
 
+#: The window of a batch where none is given.
+WINDOW = "24h"
 _INPUT, _PROMPTS, _SERVER = "Input", "Prompts that become requests", "Server"
 
 
@@ -99,7 +101,7 @@ def run(
     ] = False,
     fresh: Annotated[bool, _switch("Begin anew, whatever an earlier run left.", "--fresh")] = False,
     ordered: Ordered = False,
-    window: Window = "24h",
+    window: Window = WINDOW,
     cancel_on_interrupt: Annotated[
         bool, _switch("Ctrl-C cancels the batch. Without, it goes on on the server.", "--cancel-on-interrupt")
     ] = False,
@@ -144,6 +146,7 @@ def run(
         raise BadUsage("--resume goes on, and --fresh begins anew: give one of them")
     if input is None and not resume:
         raise BadUsage("no INPUT: name a file of requests, or - for stdin (--resume needs none)")
+    _check_window(window)
     source = None
     if input is not None:
         source = _source(input, text, csv, prompt_column, endpoint, model, chat, system, max_tokens, temperature)
@@ -162,7 +165,7 @@ def run(
 )
 def submit(
     input: Input = None,  # noqa: A002
-    window: Window = "24h",
+    window: Window = WINDOW,
     text: Text = False,
     csv: Csv = False,
     prompt_column: PromptColumn = "prompt",
@@ -181,6 +184,7 @@ def submit(
 
     if input is None:
         raise BadUsage("no INPUT: name a file of requests, or - for stdin")
+    _check_window(window)
     source = _source(input, text, csv, prompt_column, endpoint, model, chat, system, max_tokens, temperature)
     raise typer.Exit(body(source, _target(url, api_key), window, Report()))
 
@@ -258,6 +262,19 @@ def _output(output: str) -> Any:
     if output == "-":
         raise BadUsage("-o - : a run leaves a note beside its output, to go on by; give a file")
     return Path(output)
+
+
+def _check_window(given: str) -> None:
+    """As the server does, but before anything is uploaded."""
+    if given == WINDOW:  # what follows takes a moment to import
+        return
+    from prelay_api.batch_order import window
+    from prelay_text.errors import RequestError
+
+    try:
+        window("--window", given)
+    except RequestError as error:
+        raise BadUsage(str(error)) from None
 
 
 def _target(url: str | None, api_key: str | None) -> Target:

@@ -387,6 +387,8 @@ def test_a_csv_file_becomes_completions_of_the_first_model(stub: BatchStub, tmp_
         (b"x\n", ["--text", "--csv"], "give one of them"),
         (b"x\n", ["--chat"], "--chat is for prompts"),
         (b"x\n", ["--endpoint", "/v1/embeddings"], "--endpoint must be /v1/completions or /v1/chat/completions"),
+        (b"x\n", ["--text", "--window", "5s"], '--window must be a time from "1m" to "30d"'),
+        (b"x\n", ["--text", "--window", "31d"], "such as \"24h\", not '31d'"),
         (b"x\n", ["--resume", "--fresh"], "give one of them"),
         (b"x\n", ["--", "--decode", "2"], "which only --serve starts"),
         (b"x\n", ["--serve"], "--serve starts a server, and --url names one"),
