@@ -271,7 +271,8 @@ def leases_long_expired(fleet: Fleet) -> dict[str, str]:
 
 @_left(
     "dead letters",
-    "these requests ended their worker each time: look for it in the workers' logs; DEL 'PREFIXdead' forgets them",
+    "these requests ended their worker each time: look for it in the workers' logs; `prelay dead` tries them again, or"
+    " drops them",
 )
 def dead_letters(fleet: Fleet) -> dict[str, str]:
     return {id_: f"{id_} ({why})" for id_, why in fleet.dead.items()}
