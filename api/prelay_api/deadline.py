@@ -45,18 +45,18 @@ def with_deadline(request: R, headers: Headers) -> R:
 
 def deadline_ms(headers: Sequence[str], body: int | None) -> int | None:
     """What headers and body agree on; None: nothing is said. Raise RequestError."""
-    said = {_read(value) for value in headers}
+    said = dict.fromkeys(_read(value) for value in headers)
     if body is not None:
-        said.add(body)
+        said[body] = None
     if len(said) > 1:
-        message = f"{HEADER} and deadline_ms disagree ({', '.join(map(str, sorted(said)))}): send one of them"
+        message = f"{HEADER} and deadline_ms disagree ({', '.join(map(str, said))}): send one of them"
         raise RequestError(message, param="deadline_ms", code="invalid_value")
-    return said.pop() if said else None
+    return next(iter(said), None)
 
 
 def _read(value: str) -> int:
     digits = value.strip()
-    if digits.isascii() and digits.isdecimal() and 1 <= int(digits[:20]) <= MAX_DEADLINE_MS:
+    if digits.isascii() and digits.isdecimal() and len(digits) <= 20 and 1 <= int(digits) <= MAX_DEADLINE_MS:
         return int(digits)
     message = f"the header {HEADER} must be an integer from 1 to {MAX_DEADLINE_MS}, not {show(value)}"
     raise RequestError(message, param=HEADER, code="invalid_value")

@@ -16,6 +16,8 @@ from .outcome import Failure
 HEADER = "idempotency-key"
 #: Characters of a key.
 MAX_CHARS = 255
+#: Arrays and objects inside each other in a body that comes under a key: as many as orjson writes.
+MAX_DEPTH = 254
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Sent:
 def sent_under(request: Request, body: Any) -> Sent | None:
     """The request's key, if it has one. Raise RequestError when it is none.
 
-    One client's key is not another's: it counts together with the API key that it was sent with. The body is what it
+    One client's key is not another's: it counts together with the API key that it was sent with, however the header
+    Authorization was written. The body is what it
     says as JSON, whatever its spaces and the order of its names, and where it was sent to.
     """
     given = request.headers.get(HEADER)
@@ -38,9 +41,16 @@ def sent_under(request: Request, body: Any) -> Sent | None:
     if not 0 < len(given) <= MAX_CHARS:
         message = f"the header Idempotency-Key must have 1 to {MAX_CHARS} characters, not {len(given)}"
         raise RequestError(message, param="Idempotency-Key", code="invalid_value")
-    whose = request.headers.get("authorization", "")
-    said = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
-    return Sent(_digest(whose.encode(), given.encode()), _digest(request.url.path.encode(), said))
+    scheme, _, api_key = request.headers.get("authorization", "").partition(" ")
+    try:
+        said = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:  # of what was parsed, depth alone cannot be written again
+        message = f"under an Idempotency-Key a body may nest arrays and objects up to {MAX_DEPTH} levels deep"
+        raise RequestError(message, code="invalid_json") from None
+    return Sent(
+        _digest(scheme.lower().encode(), api_key.strip().encode(), given.encode()),
+        _digest(request.url.path.encode(), said),
+    )
 
 
 def _digest(*parts: bytes) -> str:

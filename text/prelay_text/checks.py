@@ -37,8 +37,8 @@ def described(schema: Schema) -> Callable[[Callable[[str, Any], T]], Described[T
     return lambda check: Described(check, schema)
 
 
-#: A token id as the key of an object.
-_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+#: A token id as the key of an object, written in one way only: "7" and "07" would be two biases for one token.
+_TOKEN_ID = re.compile(r"(?:0|[1-9][0-9]{0,9})")
 
 
 def show(value: object) -> str:

@@ -6,7 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .parameters import MAX_METADATA, MAX_NAME_CHARS, MAX_STOP_CHARS, SERVICE_TIERS, Parameter, Route
+from .parameters import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_METADATA,
+    MAX_NAME_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MIN_BIAS,
+    SERVICE_TIERS,
+    Parameter,
+    Route,
+)
 
 _TIERS = ", ".join(f"{tier} is {priority}" for tier, priority in SERVICE_TIERS.items() if priority is not None)
 _ENTRIES, _KEY_CHARS, _VALUE_CHARS = MAX_METADATA
@@ -29,14 +40,14 @@ _EFFECTS: Mapping[str, str] = {
     "seed": "The same seed and request give the same answer. Absent: drawn anew.",
     "stop": f"The text ends before the first of these strings, of {MAX_STOP_CHARS} characters at most. The name of a "
     "special token matches that token.",
-    "stop_token_ids": "The answer ends at such a token, which is not part of the text.",
+    "stop_token_ids": f"The answer ends at such a token, which is not part of the text. Up to {MAX_STOP_TOKEN_IDS}.",
     "ignore_eos": "The model's end tokens do not end the answer.",
     "min_tokens": "Before so many tokens neither an end token nor a stop string ends the answer.",
     "min_p": "Only tokens at least this times as likely as the likeliest.",
     "repetition_penalty": "Logits of tokens in prompt or answer are divided by it (multiplied where negative).",
     "presence_penalty": "Taken from the logits of tokens that the answer has.",
     "frequency_penalty": "The same, times how often the answer has them.",
-    "logit_bias": "Added to the logits of tokens, by id.",
+    "logit_bias": f"From {MIN_BIAS} to {MAX_BIAS}, added to the logits of tokens, by id; up to {MAX_BIASES} tokens.",
     "bad_words": f"Words, of {MAX_STOP_CHARS} characters at most, whose tokens do not come, neither those that they "
     "have at the beginning of a text nor those after a space.",
     "logprobs": "With each token its log-probability and those of so many likeliest ones, as the model has them "

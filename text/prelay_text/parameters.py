@@ -33,6 +33,8 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 512
 MAX_STOP_TOKEN_IDS = 64
 #: Words that must not come, and tokens whose logits are biased, of one request.
 MAX_BAD_WORDS, MAX_BIASES = 64, 1024
+#: A logit's bias.
+MIN_BIAS, MAX_BIAS = -100, 100
 #: Likeliest tokens reported at each position: vLLM's limit.
 MAX_LOGPROBS = 20
 #: Longest deadline of a request, ms: a day.
@@ -98,7 +100,7 @@ PARAMETERS = (
     Parameter("repetition_penalty", checks.number(0, MAX_REPETITION_PENALTY, above=True), 1.0),
     Parameter("presence_penalty", checks.number(-2, 2), 0.0),
     Parameter("frequency_penalty", checks.number(-2, 2), 0.0),
-    Parameter("logit_bias", checks.biases(MAX_BIASES, -100, 100), ()),
+    Parameter("logit_bias", checks.biases(MAX_BIASES, MIN_BIAS, MAX_BIAS), ()),
     Parameter("bad_words", checks.one_or_many_texts(MAX_BAD_WORDS, MAX_STOP_CHARS), ()),
     Parameter("logprobs", checks.integer(0, MAX_LOGPROBS), route=_COMPLETION),
     Parameter("logprobs", checks.boolean, False, route=_CHAT),

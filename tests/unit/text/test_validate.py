@@ -171,7 +171,7 @@ def test_what_is_not_implemented_is_refused_by_name_unless_neutral(name: str) ->
         assert [call(**{name: value}) for value in (None, *row.neutral)] == [call()] * (1 + len(row.neutral))
 
 
-@pytest.mark.parametrize("key", ["", "-1", "x", "1.0", "12345678901"])
+@pytest.mark.parametrize("key", ["", "-1", "x", "1.0", "07", "00", "12345678901"])
 def test_a_bias_is_for_a_token_id(key: str) -> None:
     error = refusal(completion, logit_bias={key: 1})
     assert error.param == "a key of logit_bias"
