@@ -35,9 +35,13 @@ def sent_under(request: Request, body: Any) -> Sent | None:
     Authorization was written. The body is what it
     says as JSON, whatever its spaces and the order of its names, and where it was sent to.
     """
-    given = request.headers.get(HEADER)
-    if given is None:
+    found = request.headers.getlist(HEADER)
+    if not found:
         return None
+    if len(found) > 1:
+        message = f"the header Idempotency-Key may be sent once, not {len(found)} times"
+        raise RequestError(message, param="Idempotency-Key", code="invalid_value")
+    given = found[0]
     if not 0 < len(given) <= MAX_CHARS:
         message = f"the header Idempotency-Key must have 1 to {MAX_CHARS} characters, not {len(given)}"
         raise RequestError(message, param="Idempotency-Key", code="invalid_value")

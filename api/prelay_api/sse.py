@@ -146,7 +146,8 @@ def lingers(request: Request, config: ApiConfig) -> float:
     """
     if HEADER in request.headers:
         return config.linger_s
-    asked = (each.strip().lower() for each in request.headers.get("prefer", "").split(","))
+    said = ",".join(request.headers.getlist("prefer")).split(",")  # one header line or several
+    asked = (each.partition(";")[0].strip().lower() for each in said)
     return config.linger_s if RESUMABLE in asked else 0.0
 
 

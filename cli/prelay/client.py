@@ -130,7 +130,7 @@ class _Course:
         self._event = {}
         if self.request_id is None:
             body = {**self.body, "stream": True}
-            return {"method": "POST", "url": base + self.path, "json": body} | {
+            return {"method": "POST", "url": f"{base}/{self.path.lstrip('/')}", "json": body} | {
                 "headers": headers | {"idempotency-key": self._key}
             }
         if self.last_id is not None:

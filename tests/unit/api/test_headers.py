@@ -1,20 +1,30 @@
-"""What a request's headers say, however odd they are: Idempotency-Key and X-Deadline-Ms."""
+"""What a request's headers say, however odd they are: Idempotency-Key, Prefer and X-Deadline-Ms."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
+from prelay_api.config import ApiConfig
 from prelay_api.deadline import deadline_ms
 from prelay_api.idempotency import MAX_DEPTH, sent_under
+from prelay_api.sse import lingers
+from prelay_queue.settings import QueueSettings
 from prelay_text.errors import RequestError
+
+CONFIG = ApiConfig(QueueSettings("redis://localhost", "demo.0"), Path("model"), "demo")
+
+
+def asked_with(*headers: tuple[str, str]) -> Request:
+    lines = [(name.encode(), value.encode()) for name, value in headers]
+    return Request({"type": "http", "method": "POST", "path": "/v1/completions", "headers": lines})
 
 
 def keyed(key: str = "a", **more: str) -> Request:
-    headers = [(name.encode(), value.encode()) for name, value in {"idempotency-key": key, **more}.items()]
-    return Request({"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers})
+    return asked_with(("idempotency-key", key), *more.items())
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -42,6 +52,25 @@ def test_one_api_key_is_one_client_however_its_header_is_written() -> None:
         sent_under(keyed(authorization=value), {}) for value in ("Bearer sk-a", "bearer  sk-a ", "Bearer sk-b")
     )
     assert one == same != other
+
+
+def test_two_keys_are_refused_for_only_one_could_count() -> None:
+    with pytest.raises(RequestError, match="may be sent once, not 2 times") as caught:
+        sent_under(asked_with(("idempotency-key", "a"), ("idempotency-key", "b")), {})
+    assert caught.value.param == "Idempotency-Key"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [["resumable"], ["Resumable; a=1"], ["wait=3 , resumable"], ["wait=3", "resumable"]],
+)
+def test_a_preference_counts_wherever_it_stands(lines: list[str]) -> None:
+    assert lingers(asked_with(*(("prefer", line) for line in lines)), CONFIG) == CONFIG.linger_s > 0
+
+
+@pytest.mark.parametrize("lines", [[], [""], ["resumable2"], ["wait=resumable"], ["a; resumable"]])
+def test_who_does_not_prefer_it_is_not_waited_for(lines: list[str]) -> None:
+    assert lingers(asked_with(*(("prefer", line) for line in lines)), CONFIG) == 0
 
 
 @pytest.mark.parametrize("value", ["0" * 19 + "1" + "9" * 30, "0" * 19 + "1" + "9" * 4400, "1" * 21])
