@@ -281,7 +281,7 @@ def test_without_a_folder_files_and_batches_are_off_and_say_so(quiet_api: Api) -
         answer = http.request(method, f"{quiet_api.url}{path}")
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "not_served"
-        assert "without a folder for files" in answer.json()["error"]["message"]
+        assert "--files-dir DIR" in answer.json()["error"]["message"]
 
 
 def test_transfers_are_ended_in_order_when_the_server_stops(new_fleet: Fleet, tmp_path: Path) -> None:

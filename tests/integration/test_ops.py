@@ -124,8 +124,8 @@ def test_a_preempted_request_goes_on_and_its_trace_tells_how(stream: Stream, tol
     until(lambda: "preempted" in told("trace", stream.id))
     assert len(words(stream.end())) == TOKENS
     trace = told("trace", stream.id)
-    assert re.search(r"\+\S+ \S+\s+1\s+preempted\s+\d+\s+\S+\s+given up: admin", trace)
-    assert re.search(r"\s2\s+queued\s+\d+\s+–\s+waits for prefill; \d+ tokens kept", trace)
+    assert re.search(r"\+\S+ \S+\s+1\s+preempted\s+\d+\s+\S+\s+given\s+up:\s+admin", trace)
+    assert re.search(r"\s2\s+queued\s+\d+\s+–\s+waits\s+for\s+prefill;\s+\d+\s+tokens\s+kept", trace)
     assert "1 restart; queued " in trace
     assert "ended: length" in trace
     assert "admin" in told("top", "--once")

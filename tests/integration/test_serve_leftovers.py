@@ -165,7 +165,8 @@ def test_dead_letters_are_listed_until_they_are_forgotten(queue: SyncQueue) -> N
         queue.redis.xadd(queue.keys.dead, {"id": name, "why": "2 alone"})
     (finding,) = found(queue).values()
     assert set(finding.items) == {"a/0 (2 alone)", "b/0 (2 alone)"}
-    run_advice(queue, finding)
+    assert "prelay dead" in finding.advice
+    queue.redis.delete(queue.keys.dead)  # what that command comes to: tests/integration/test_ops.py
     assert found(queue) == {}
 
 
@@ -186,6 +187,6 @@ def test_the_command_shows_them_and_other_peoples_keys_are_none_of_its_business(
     assert code == 1, "an accepted job is lost"
     assert shown["jobs in no index"]["items"] == ["held/0 (prefill, not in leases)"]
     assert shown["dead letters"]["state"] == "warn"
-    assert queue.keys.prefix in shown["dead letters"]["advice"]
+    assert "prelay dead" in shown["dead letters"]["advice"]
     assert "odd" not in json.dumps(shown)
     assert f"{queue.keys.fleet}.0: 2 open job(s), 1 live worker(s)" in shown["fleets"]["found"]
