@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20, help="of the one client, in each phase")
     parser.add_argument("--only", choices=("fairness", "cache"))
     args = parser.parse_args()
-    options = ("--served-model-name", "m", "--prefill", "1", "--decode", "1", "--threads", "1")
+    options = ("--served-model-name", "m", "--prefill", "1", "--decode", "1", "--threads", "1", "--batch", "1")
     with serving(*options, model=args.model) as found:
         client = Client(found)
         client.ttft_s()
