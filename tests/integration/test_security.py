@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -195,7 +196,7 @@ def test_a_service_on_a_redis_with_tls_shows_no_secret_anywhere(null_folder: Pat
             answer = http.post(f"{serve.url}/v1/completions", json=body, headers=headers)
             assert answer.status_code == 200, answer.text
             asked = subprocess.run(
-                ["prelay", "jobs", "ls", "--url", serve.url], env={**os.environ, "PRELAY_API_KEY": key},
+                [sys.executable, "-m", "prelay", "jobs", "ls", "--url", serve.url], env={**os.environ, "PRELAY_API_KEY": key},
                 capture_output=True, text=True, check=True,
             )  # fmt: skip
             shown = command_lines()
