@@ -196,8 +196,8 @@ def test_a_service_on_a_redis_with_tls_shows_no_secret_anywhere(null_folder: Pat
             answer = http.post(f"{serve.url}/v1/completions", json=body, headers=headers)
             assert answer.status_code == 200, answer.text
             asked = subprocess.run(
-                [sys.executable, "-m", "prelay", "jobs", "ls", "--url", serve.url], env={**os.environ, "PRELAY_API_KEY": key},
-                capture_output=True, text=True, check=True,
+                [sys.executable, "-m", "prelay", "jobs", "ls", "--url", serve.url],
+                env={**os.environ, "PRELAY_API_KEY": key}, capture_output=True, text=True, check=True,
             )  # fmt: skip
             shown = command_lines()
             assert "prelay" in shown
