@@ -161,14 +161,14 @@ def test_two_runners_of_one_batch_make_each_line_once(bed: Bed) -> None:
 @pytest.mark.slow
 def test_a_cancelled_batch_has_each_line_in_one_of_its_files(bed: Bed) -> None:
     """llm-d-batch-gateway#504: cancelled at random points, output and errors are a partition of the lines."""
-    bed.fleet.worker(Role.UNIFIED, null=NullModel(step_ms=2))
+    bed.fleet.worker(Role.UNIFIED, null=NullModel(step_ms=4), max_running=2)  # 300 lines take seconds
     bed.runner()
     bed.runner()
     chance = random.Random(5)
     asked = lines(300, TOKENS)
     ids = {row["custom_id"] for row in asked}
     parts = []
-    for _ in range(12):
+    for _ in range(8):
         batch = bed.batches.create(jsonl(asked))
         bed.until_done(batch, chance.randrange(250))
         bed.batches.queue.run(bed.batches.scripts.cancel(batch))
