@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +132,19 @@ def until(what: Callable[[], object], words: str, timeout_s: float = 30, shown: 
     while not what():
         assert time.monotonic() < deadline, f"never came true: {words}\n{shown()}"
         time.sleep(0.05)
+
+
+def start(folder: Path, state: Path, *arguments: str) -> Serve:
+    """Start a supervisor with the null model."""
+    null = ("--null-model", "--model", str(folder), "--served-model-name", "null")
+    return Serve(*null, *arguments, state=state)
+
+
+@contextlib.contextmanager
+def ended(serve: Serve) -> Iterator[Serve]:
+    """However the test ends, nothing of it may be left."""
+    try:
+        yield serve
+    finally:
+        serve.close()
+    assert serve.leftovers() == []

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from prelay_queue.batches import BatchProgress, BatchScripts, BatchStatus, Kept
 from prelay_queue.client import SyncQueue
 from prelay_queue.scripts import text
-from tests.bed.servers import Server, binary_of, running
+from tests.bed.servers import Server
+from tests.integration.machine import machine_server, run_machine
+
+__all__ = ["machine_server"]
 
 BATCHES, OWNERS = ("batch_a", "batch_b"), ("r1", "r2", "r3")
 LEASE_MS = 10_000_000
@@ -171,31 +172,10 @@ class BatchMachine(RuleBasedStateMachine):
         assert set(stale) == {batch for batch in open_ if not self.model[batch].leased}
 
 
-@pytest.fixture(scope="module")
-def machine_server() -> Iterator[Server]:
-    for server in running("redis" if binary_of("redis") else "valkey"):
-        server.client.config_set("appendonly", "no")
-        yield server
-
-
-def _run(server: Server, examples: int, steps: int) -> None:
-    BatchMachine.server = server
-    run_state_machine_as_test(
-        BatchMachine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-        ),
-    )
-
-
 def test_random_histories_of_batches_keep_the_promises(machine_server: Server) -> None:
-    _run(machine_server, examples=40, steps=30)
+    run_machine(BatchMachine, machine_server, examples=40, steps=30)
 
 
 @pytest.mark.slow
 def test_many_random_histories_of_batches_keep_the_promises(machine_server: Server) -> None:
-    _run(machine_server, examples=120, steps=50)
+    run_machine(BatchMachine, machine_server, examples=120, steps=50)

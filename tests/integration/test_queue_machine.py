@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from prelay_queue.events import EndedEvent, decode_live
 from prelay_queue.state import State
 from tests.bed.double.data import INDEXES
-from tests.bed.servers import KINDS, Server, binary_of, running
+from tests.bed.servers import KINDS, Server, running
+from tests.integration.machine import machine_server, run_machine
 from tests.integration.queue_accidents import Eventful
 from tests.integration.queue_backend import Picture
 from tests.integration.queue_desk import API, OTHER_API
 from tests.integration.queue_history import HAPPENINGS, STAGES
+
+__all__ = ["machine_server"]
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -92,29 +93,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert not any(pending for pending, _ in picture.groups.values())
 
 
-@pytest.fixture(scope="module")
-def machine_server() -> Iterator[Server]:
-    for server in running("redis" if binary_of("redis") else "valkey"):
-        server.client.config_set("appendonly", "no")
-        yield server
-
-
-def _run(server: Server, examples: int, steps: int) -> None:
-    QueueMachine.server = server
-    run_state_machine_as_test(
-        QueueMachine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-        ),
-    )
-
-
 def test_random_histories_keep_the_promises(machine_server: Server) -> None:
-    _run(machine_server, examples=15, steps=40)
+    run_machine(QueueMachine, machine_server, examples=15, steps=40)
 
 
 @pytest.mark.slow
@@ -123,4 +103,4 @@ def test_random_histories_keep_the_promises(machine_server: Server) -> None:
 def test_many_long_random_histories_keep_the_promises(kind: str) -> None:
     for server in running(kind):
         server.client.config_set("appendonly", "no")
-        _run(server, examples=100, steps=80)
+        run_machine(QueueMachine, server, examples=100, steps=80)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -20,23 +19,9 @@ import pytest
 from tests.bed.chain import check_chain
 from tests.bed.ports import free_port
 from tests.bed.tokenizer import ids_of, words
-from tests.integration.serve_process import Serve, environment, is_gone, until
+from tests.integration.serve_process import Serve, ended, environment, is_gone, start, until
 
 TOKENS = 8
-
-
-def start(folder: Path, state: Path, *arguments: str) -> Serve:
-    null = ("--null-model", "--model", str(folder), "--served-model-name", "null")
-    return Serve(*null, *arguments, state=state)
-
-
-@contextlib.contextmanager
-def ended(serve: Serve) -> Iterator[Serve]:
-    try:
-        yield serve
-    finally:
-        serve.close()
-    assert serve.leftovers() == []
 
 
 @pytest.fixture(scope="module")

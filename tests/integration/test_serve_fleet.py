@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -24,25 +23,9 @@ from tests.bed.http import get, post
 from tests.bed.ports import free_port
 from tests.bed.servers import Server
 from tests.bed.tokenizer import ids_of, words
-from tests.integration.serve_process import Serve, environment, is_gone, until
+from tests.integration.serve_process import Serve, ended, environment, is_gone, start, until
 
 PROMPT = (1, 2, 3)
-
-
-def start(folder: Path, state: Path, *arguments: str) -> Serve:
-    """Start a supervisor with the null model."""
-    null = ("--null-model", "--model", str(folder), "--served-model-name", "null")
-    return Serve(*null, *arguments, state=state)
-
-
-@contextlib.contextmanager
-def ended(serve: Serve) -> Iterator[Serve]:
-    """However the test ends, nothing of it may be left."""
-    try:
-        yield serve
-    finally:
-        serve.close()
-    assert serve.leftovers() == []
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from ..outcome import CLOSING, Failure
 from ..page_query import read_query, that_is, whole
 from ..replies import failed, json_reply
 from ..service import Service, service_of
-from .files import answers, parameter
+from .files import ID, answers, list_of, parameter
 
 router = APIRouter(tags=["Batches"])
 
@@ -26,7 +26,6 @@ router = APIRouter(tags=["Batches"])
 MAX_PAGE, PAGE = 100, 20
 
 _MOMENT = {"type": ["integer", "null"]}
-_ID = {"type": ["string", "null"]}
 _MOMENTS = (
     "in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at",
 )  # fmt: skip
@@ -44,8 +43,8 @@ _BATCH = {
         "input_file_id": {"type": "string"},
         "completion_window": {"type": "string"},
         "status": {"enum": [str(status) for status in BatchStatus]},
-        "output_file_id": _ID,
-        "error_file_id": _ID,
+        "output_file_id": ID,
+        "error_file_id": ID,
         "created_at": {"type": "integer"},
         "expires_at": {"type": "integer"},
         **dict.fromkeys(_MOMENTS, _MOMENT),
@@ -54,17 +53,6 @@ _BATCH = {
         "metadata": {"type": ["object", "null"], "additionalProperties": {"type": "string"}},
     },
     "additionalProperties": False,
-}
-_LIST = {
-    "type": "object",
-    "required": ["object", "data", "first_id", "last_id", "has_more"],
-    "properties": {
-        "object": {"const": "list"},
-        "data": {"type": "array", "items": _BATCH},
-        "first_id": _ID,
-        "last_id": _ID,
-        "has_more": {"type": "boolean"},
-    },
 }
 _NO_BATCH: dict[int | str, dict[str, Any]] = {404: {"description": "There is no such batch."}}
 _QUERY = {
@@ -109,7 +97,7 @@ async def create(request: Request) -> Response:
 @router.get(
     "/v1/batches",
     summary="List the batches",
-    responses=answers(_LIST),
+    responses=answers(list_of(_BATCH)),
     openapi_extra={
         "parameters": [
             parameter("after", {"type": "string", "pattern": "^batch_[0-9a-f]{24}$"}),

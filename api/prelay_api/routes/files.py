@@ -57,18 +57,8 @@ _FORM = {
     },
     "additionalProperties": False,
 }
-_ID = {"type": ["string", "null"]}
-_LIST = {
-    "type": "object",
-    "required": ["object", "data", "first_id", "last_id", "has_more"],
-    "properties": {
-        "object": {"const": "list"},
-        "data": {"type": "array", "items": _FILE},
-        "first_id": _ID,
-        "last_id": _ID,
-        "has_more": {"type": "boolean"},
-    },
-}
+#: An id that may be absent.
+ID = {"type": ["string", "null"]}
 _DELETED = {
     "type": "object",
     "required": ["id", "object", "deleted"],
@@ -81,6 +71,21 @@ _QUERY = {
     "order": (among("asc", "desc"), "desc"),
     "purpose": (among("batch", "batch_output"), ""),
 }
+
+
+def list_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a page of these."""
+    return {
+        "type": "object",
+        "required": ["object", "data", "first_id", "last_id", "has_more"],
+        "properties": {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": schema},
+            "first_id": ID,
+            "last_id": ID,
+            "has_more": {"type": "boolean"},
+        },
+    }
 
 
 def answers(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
@@ -121,7 +126,7 @@ async def upload(request: Request) -> Response:
 @router.get(
     "/v1/files",
     summary="List the files",
-    responses=answers(_LIST),
+    responses=answers(list_of(_FILE)),
     openapi_extra={
         "parameters": [
             parameter("after", {"type": "string", "pattern": "^file-[0-9a-f]{24}$"}),
