@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .processes import ROOT
+from .forks import ROOT
 from .servers import die_with_parent
 
 

@@ -99,4 +99,5 @@ def serve_nursed(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.exit({"api": serve_api, "worker": serve}[sys.argv[1]](sys.argv[2]))

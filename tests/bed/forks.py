@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +15,8 @@ from prelay_api.config import ApiConfig
 from prelay_batch.config import BatchConfig
 from prelay_worker.config import WorkerConfig
 from tests.bed.child import encode, serve_forked
+
+ROOT = Path(__file__).parents[2]
 
 #: Starting a process polls all others of this interpreter: with fleets in several threads an exit code would be lost.
 _lock = threading.RLock()
@@ -49,6 +54,26 @@ class Fork:
         """None while it runs, -9 after a SIGKILL."""
         with _lock:
             return self._process.exitcode
+
+
+class Spawned:
+    """A new interpreter, for tests whose environment has to be there before anything is imported."""
+
+    def __init__(self, config: WorkerConfig | ApiConfig | BatchConfig, faults: str, log: Path) -> None:
+        entry = "api" if isinstance(config, ApiConfig) else "worker"
+        command = [sys.executable, "-m", "tests.bed.child", entry, encode(config)]
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                command, stdout=out, stderr=out, env=os.environ | {"PRELAY_FAULTS": faults}, cwd=ROOT
+            )
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll()
 
 
 def wait(child: Child, timeout_s: float) -> bool:

@@ -20,10 +20,8 @@ from prelay_batch.config import BatchConfig
 from prelay_queue.settings import QueueSettings, QueueTimes
 from prelay_worker.config import NullModel, Role, WorkerConfig
 
-from .forks import Fork, wait
+from .forks import Child, Fork, wait
 from .http import get
-
-ROOT = Path(__file__).parents[2]
 
 #: The null model of most tests: it never ends by itself, and makes a token in a millisecond.
 NULL = NullModel()
@@ -32,11 +30,14 @@ NULL = NullModel()
 class Process:
     """A child with its output in a file. `stop` waits for its end, and says so when it does not end well."""
 
+    #: How it is started: as a fork, which is quick.
+    start: Callable[[ApiConfig | WorkerConfig | BatchConfig, str, Path], Child] = Fork
+
     def __init__(self, kind: str, config: ApiConfig | WorkerConfig | BatchConfig, faults: str = "") -> None:
         self.kind = kind
         self._log = tempfile.NamedTemporaryFile(prefix=f"bed-{kind}-", suffix=".log")  # noqa: SIM115 - see close
         self._said = ""
-        self._process = Fork(config, faults, Path(self._log.name))
+        self._process = type(self).start(config, faults, Path(self._log.name))
 
     def __repr__(self) -> str:
         return f"Process({self.kind}, pid={self.pid}, code={self.code})"

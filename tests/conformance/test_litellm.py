@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.bed.chain import expected_chain
-from tests.bed.processes import ROOT
+from tests.bed.forks import ROOT
 from tests.bed.serving import Serving
 from tests.bed.tokenizer import ids_of
 

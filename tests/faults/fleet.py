@@ -28,8 +28,9 @@ from prelay_queue.settings import QueueSettings, QueueTimes
 from prelay_worker.config import NullModel, Role, WorkerConfig
 from prelay_worker.null import null_token
 from tests.bed.child import encode
+from tests.bed.forks import ROOT
 from tests.bed.pools import NO_END, is_accounted, is_whole
-from tests.bed.processes import ROOT, until
+from tests.bed.processes import until
 from tests.bed.servers import Server
 from tests.faults.forked import Forked, WorkerProcess
 

@@ -18,7 +18,7 @@ from prelay.nursery_process import MESSAGE_BYTES
 from prelay_api.config import ApiConfig
 from prelay_worker.config import WorkerConfig
 from tests.bed.child import encode
-from tests.bed.processes import ROOT
+from tests.bed.forks import ROOT
 from tests.bed.servers import die_with_parent
 from tests.faults.forked import WorkerProcess
 

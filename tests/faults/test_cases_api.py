@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import time
@@ -19,6 +20,7 @@ import pytest
 from prelay_queue.client import SyncQueue
 from prelay_queue.scripts import text
 from prelay_worker.config import NullModel, Role
+from tests.bed.forks import Spawned
 from tests.bed.http import client_of, get, post
 from tests.bed.processes import Api, Fleet, Process, fleet, until, until_ready
 from tests.bed.servers import Server
@@ -91,7 +93,9 @@ SKEWS = {"api": "120", "prefill": "-120", "decode": "±120"}
 def skewed(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """A fleet whose processes can be started with a wrong wall clock each."""
     with fleet(server.settings(times=replace(TIMES, lease_ms=2_000)), make_tokenizer(folder / "model")) as found:
-        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "skewed"))
+        before = os.environ.get("PYTHONPATH", "")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(Path(__file__).parent / "skewed"), before))))
+        monkeypatch.setattr(Process, "start", Spawned)
         yield found
 
 

@@ -22,8 +22,9 @@ from prelay_queue.state import State
 from prelay_worker.config import NullModel, Role
 from tests.bed.chain import Listener, check_stream, stream
 from tests.bed.child import encode
+from tests.bed.forks import ROOT
 from tests.bed.http import client_of, get, post
-from tests.bed.processes import ROOT, Api, Fleet, until, until_ready
+from tests.bed.processes import Api, Fleet, until, until_ready
 from tests.bed.scripted import ScriptedWorker
 from tests.bed.servers import Server
 
