@@ -28,4 +28,4 @@ if ! "$venv/bin/python" -c 'import pip, sys; sys.exit(tuple(map(int, pip.__versi
 fi
 
 echo "== installing Prelay and what it needs (torch is the large one)"
-"${pip[@]}" install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --constraint constraints.txt --editable . "$@"
+"${pip[@]}" install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --constraint constraints.txt --editable '.[workers]' "$@"

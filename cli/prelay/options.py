@@ -67,6 +67,10 @@ OPTIONS: dict[str, Option] = {
             _QUEUE,
         ),
         Option(
+            "redis_password_file", "FILE", "A file whose only line is the password of that server, in place of one in"
+            " the URL.", "", _QUEUE,
+        ),
+        Option(
             "state_dir", "DIR", "Where the private server keeps its data, log and socket.",
             "$XDG_STATE_HOME/prelay or ~/.local/state/prelay", _QUEUE,
         ),
@@ -74,6 +78,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "served_model_name", "NAME", "The name that clients ask for.", "the name of the model's folder", _MODEL,
         ),
+        Option("device", "DEVICE", "What workers compute on: cpu; cuda is not built yet.", "cpu", _WORKERS),
         Option("dtype", "TYPE", "auto, float32 or bfloat16.", "auto: bfloat16 where the CPU has it", _MODEL),
         Option("max_model_len", "TOKENS", "Longest prompt plus answer.", "the model's context", _MODEL),
         Option("prefill", "N", "Number of prefill workers.", "1, or 0 with --unified", _WORKERS),
@@ -170,10 +175,10 @@ OPTIONS: dict[str, Option] = {
 
 _NULL = ("null_model", "null_divergent", "null_step_ms", "null_prefill_ms", "null_vocab")
 _RUN = (
-    "dtype", "max_model_len", "block_size", "max_running", "prefill_chunk", "prefix_cache", "max_preemptions",
+    "device", "dtype", "max_model_len", "block_size", "max_running", "prefill_chunk", "prefix_cache", "max_preemptions",
     "patience_s", "threads", "metrics_port", "metrics_host", *_NULL,
 )  # fmt: skip
-_COMMON = ("redis_url", "model", "log_level", "log_format")
+_COMMON = ("redis_url", "redis_password_file", "model", "log_level", "log_format")
 API = (
     *_COMMON, "served_model_name", "host", "port", "api_key", "api_key_file", "body_timeout_s", "max_queued_jobs",
     "max_queued_tokens", "keep", "shutdown_grace_s", "drain_s",

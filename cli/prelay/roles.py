@@ -12,6 +12,7 @@ from prelay_text.fingerprint import fingerprint
 
 from .apikeys import api_keys
 from .classes import QUEUED_JOBS, QUEUED_TOKENS, per_class
+from .device import check_device
 from .errors import BadUsage, ModelUnavailable
 from .geometry import Geometry, check_folder, read_geometry
 from .host import this_host
@@ -76,6 +77,7 @@ def run_batch_worker(settings: Settings) -> int:
 
 def run_worker(role: str, settings: Settings) -> int:
     """Run one worker of `role` (prefill, decode or unified). Return its exit code."""
+    check_device(settings)
     folder = resolve_with_progress(settings.model)
     queue = queue_settings(settings, folder)
     # Shares of this machine are for this command's one worker.

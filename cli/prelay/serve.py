@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 
 from .apikeys import api_keys
+from .device import check_device
 from .embedded import EmbeddedServer
 from .fleet import Fleet, Plan
 from .fleetmetrics import empty_folder
@@ -33,6 +34,7 @@ def serve(settings: Settings) -> int:
         stack.enter_context(leaving_on_sigterm())
         # First what is quick to say and would otherwise be found out after a long download.
         api_keys(settings)
+        check_device(settings)
         if settings.url is not None:
             inspect_server(settings.url)  # before anything runs that would have to be stopped again
         if settings.batch and settings.batch_redis_url is not None:

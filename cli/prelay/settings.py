@@ -26,6 +26,7 @@ from .apikeys import SEPARATOR, check_key, split_keys
 from .classes import QUEUED_JOBS, QUEUED_TOKENS, per_class, written
 from .errors import BadUsage
 from .options import OPTIONS
+from .password import with_password
 from .redact import redact
 
 #: PRELAY_ variables that are no settings.
@@ -91,9 +92,11 @@ class Settings(BaseSettings):
     )
 
     redis_url: Annotated[SecretStr, AfterValidator(_check_url)] | None = None
+    redis_password_file: Path | None = None
     state_dir: Path = Field(default_factory=default_state_dir)
     model: Annotated[str, Field(min_length=1)] | None = None
     served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: Annotated[int, Field(ge=2, le=1 << 24)] | None = None
     prefill: Count | None = None
@@ -172,7 +175,7 @@ class Settings(BaseSettings):
 
     def environment(self) -> dict[str, str]:
         """Return the settings as variables for a child. URL and keys travel this way, and never in arguments."""
-        values = self.model_dump(exclude_none=True, exclude={"api_key"})
+        values = self.model_dump(exclude_none=True, exclude={"api_key", "redis_password_file"})
         values |= {"redis_url": self.url} if self.redis_url else {}
         values |= {"batch_redis_url": self.jobs_url} if self.batch_redis_url else {}
         if self.api_key:
@@ -193,9 +196,10 @@ def load(given: Mapping[str, object], config: str | None) -> Settings:
         model_config = SettingsConfigDict(toml_file=file)
 
     try:
-        settings = Loaded(**given)  # type: ignore[arg-type]
+        settings: Settings = Loaded(**given)  # type: ignore[arg-type]
     except ValidationError as error:
         raise BadUsage(_explain(error.errors()[0], given, file)) from None
+    settings = _with_password(settings)
     prefill, decode, unified = settings.counts()
     if settings.redis_url is None and not unified and not (prefill and decode):
         raise BadUsage(
@@ -203,6 +207,16 @@ def load(given: Mapping[str, object], config: str | None) -> Settings:
             " decode worker, or one unified worker, or a --redis-url where others work, is needed"
         )
     return settings
+
+
+def _with_password(settings: Settings) -> Settings:
+    """Put the password of --redis-password-file into the URL: nothing after this knows of the file."""
+    if settings.redis_password_file is None:
+        return settings
+    if settings.url is None:
+        raise BadUsage("redis_password_file needs a --redis-url: the password is that server's")
+    url = with_password(settings.url, settings.redis_password_file)
+    return settings.model_copy(update={"redis_url": SecretStr(url), "redis_password_file": None})
 
 
 def unknown_variables() -> list[str]:

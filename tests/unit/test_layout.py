@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,30 @@ def _bare(requirement: str) -> str:
 
 def test_every_dependency_has_its_reason_and_no_other_package_has_one() -> None:
     groups = project()["dependency-groups"].values()
-    wanted = [*project()["project"]["dependencies"], *(each for group in groups for each in group)]
+    extras = project()["project"]["optional-dependencies"].values()
+    wanted = [*project()["project"]["dependencies"], *(each for group in [*groups, *extras] for each in group)]
     page = (ROOT / "docs" / "dependencies.md").read_text()
     explained = re.findall(r"^\| ([a-z0-9-]+) \| [^|]+ \| [^|]+ \|$", page, flags=re.MULTILINE)
     assert sorted(set(explained) - {"package"}) == sorted(_bare(requirement) for requirement in wanted)
+
+
+def pulled_in(requirements: list[str], found: set[str]) -> set[str]:
+    """The packages that these pull in, by what is installed here. Extras and markers are followed generously."""
+    for requirement in requirements:
+        name = _bare(requirement).lower().replace("_", "-")
+        if name in found or "extra ==" in requirement:
+            continue
+        found.add(name)
+        try:
+            pulled_in(metadata.requires(name) or [], found)
+        except metadata.PackageNotFoundError:  # for another system
+            continue
+    return found
+
+
+def test_what_api_processes_and_batch_workers_install_does_not_pull_in_torch() -> None:
+    api = pulled_in(project()["project"]["dependencies"], set())
+    assert {"fastapi", "starlette", "anyio", "redis", "tokenizers"} <= api
+    assert not {"torch", "transformers", "accelerate"} & api
+    workers = pulled_in(project()["project"]["optional-dependencies"]["workers"], set())
+    assert {"torch", "transformers"} <= workers
