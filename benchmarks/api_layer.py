@@ -3,7 +3,8 @@
     python benchmarks/api_layer.py $(prelay model path)
     python benchmarks/api_layer.py --tokens 4000 --profile request.pstats $(prelay model path)
 
-request   from the bytes of a chat to its jobs: JSON, checks, template, token ids, sampling; and each of these alone
+request   from the bytes of a chat to its jobs: JSON, checks, template, token ids, sampling; and each of these alone.
+          `next_turn` is the whole of it for a chat whose messages but the last two were asked before
 frame     from a piece of text to its server-sent event; with --top likeliest tokens beside it
 token     from a token's id to that event: stop strings and text, report, JSON
 
@@ -101,13 +102,25 @@ def stages(tokenizer: Tokenizer, requests: Requests) -> dict[str, Callable[[], C
 
     def tokenise() -> Callable[[], object]:
         text = tokenizer.template.render(requests.next().body["messages"])
-        return lambda: tokenizer.encode(text)
+        return lambda: tokenizer.encode_chat(text)
 
     def whole() -> Callable[[], object]:
         raw = requests.next().raw
         return lambda: requests.resolve(orjson.loads(raw))
 
-    return {"parse": parse, "check": check, "template": template, "tokenise": tokenise, "whole": whole}
+    def next_turn() -> Callable[[], object]:
+        request = requests.next()
+        requests.resolve({**request.body, "messages": request.body["messages"][:-2]})
+        return lambda: requests.resolve(orjson.loads(request.raw))
+
+    return {
+        "parse": parse,
+        "check": check,
+        "template": template,
+        "tokenise": tokenise,
+        "whole": whole,
+        "next_turn": next_turn,
+    }
 
 
 def pieces(tokenizer: Tokenizer, top: int) -> dict[str, Callable[[], Callable[[], object]]]:

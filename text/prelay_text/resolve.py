@@ -127,7 +127,7 @@ def chat_ids(request: ChatRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
         text = template.render_open(messages, arguments)
     else:
         text = template.render(messages, request.add_generation_prompt, arguments)
-    return tuple(tokenizer.encode(text))
+    return tuple(tokenizer.encode_chat(text))
 
 
 def prompt_ids(name: str, given: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:

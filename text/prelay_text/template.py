@@ -49,6 +49,8 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
         self._tokens = dict(special_tokens or {})
+        #: Where the tokens are that a prompt may have of the template: its source, and the tokens that it is given.
+        self.written = "" if source is None else "\n".join((source, *self._tokens.values()))
         self._knows_developer = source is not None and "developer" in source
         self._template: jinja2.Template | None = None
         self._missing = "this model has no chat template; use /v1/completions"

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from .decoding import Piece, parse_decoder
 from .errors import ModelFilesError, RequestError
 from .folder import ModelFolder
+from .segments import Segments, marks_of
 from .template import ChatTemplate
 
 #: A model_max_length above this many tokens is the "unknown" of some configurations.
@@ -21,8 +22,8 @@ _MAX_CONTEXT = 100_000_000
 class Tokenizer:
     """Text to ids and back, over the `tokenizers` library.
 
-    Nothing is changed after construction, so several threads and tasks may share one. The cache of
-    pieces only ever gains equal entries.
+    Nothing that shows is changed after construction, so several threads and tasks may share one: what is cached
+    is what would be computed again.
 
     `vocab_size` counts the rows of the model's embedding: ids at or above it would crash a worker.
     `context_len` is in tokens. `special_ids` are skipped in output; `eos_ids` are among them.
@@ -51,6 +52,8 @@ class Tokenizer:
         # The decoder's pickling state is its part of tokenizer.json; writing out the whole takes 0.3 s.
         self.decoding = parse_decoder(backend.decoder and orjson.loads(backend.decoder.__getstate__()))
         self._pieces: dict[int, Piece | None] = {}
+        marks = marks_of(backend, self.template.written)
+        self._segments = Segments(marks, self.encode) if marks else None
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -82,6 +85,10 @@ class Tokenizer:
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeError, TypeError):
             raise RequestError("the text holds half of a surrogate pair, which is no character") from None
+
+    def encode_chat(self, text: str) -> list[int]:
+        """What `encode` gives, for a text from the chat template: of a long chat only what is new costs time."""
+        return self.encode(text) if self._segments is None else self._segments.ids(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the whole. For a growing text use Detokenizer, which ends at the same text."""
