@@ -162,7 +162,8 @@ OPTIONS: dict[str, Option] = {
         Option("log_level", "LEVEL", "debug, info, warning or error.", "info"),
         Option("log_format", "FORM", "text, or json: one object a line, with request, epoch and worker.", "text"),
         Option(
-            "metrics_port", "PORT", "Show the worker's metrics at http://ADDRESS:PORT/metrics. 0: no.", "0", _WORKERS,
+            "metrics_port", "PORT", "Show the worker's metrics at http://ADDRESS:PORT/metrics, and whether it is ready at"
+            " /health/ready. 0: no.", "0", _WORKERS,
         ),
         Option("metrics_host", "ADDRESS", "Address to show them on.", "127.0.0.1", _WORKERS),
         Option("null_model", "", "A fake model: hashes for tokens.", panel="Tests", is_switch=True, hidden=True),
@@ -186,7 +187,10 @@ API = (
 )  # fmt: skip
 PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
 DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", *_RUN)
-BATCH_WORKER = (*_COMMON, "served_model_name", "files_dir", "batch_redis_url", "max_queued_jobs", "max_queued_tokens")
+BATCH_WORKER = (
+    *_COMMON, "served_model_name", "files_dir", "batch_redis_url", "max_queued_jobs", "max_queued_tokens",
+    "metrics_port", "metrics_host",
+)  # fmt: skip
 UNIFIED = (*_COMMON, "kv_blocks", *_RUN)
 #: Of a single worker only: prelay serve shows the metrics of all its processes at the API.
 _ALONE = ("metrics_port", "metrics_host")

@@ -71,6 +71,8 @@ def run_batch_worker(settings: Settings) -> int:
             model=folder,
             served_model_name=settings.served_model_name or served_name(settings.model, folder),
             files_dir=files,
+            metrics_port=settings.metrics_port,
+            metrics_host=settings.metrics_host,
         )
     )
 

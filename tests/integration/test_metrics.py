@@ -177,6 +177,31 @@ def test_where_there_are_keys_metrics_want_one(shared_server: Server, null_folde
         assert total(samples(api.url, authorization="Bearer sk-4711"), "prelay_redis_up") == 1
 
 
+def ready(url: str) -> list[str]:
+    """Why it is not ready; empty when it is, and the status agrees."""
+    reply = get(f"{url}/health/ready")
+    reasons: list[str] = reply.json()["reasons"]
+    assert reply.status_code == (503 if reasons else 200)
+    return reasons
+
+
+def test_workers_and_batch_workers_say_whether_they_are_ready(
+    own_server: Server, null_folder: Path, tmp_path: Path
+) -> None:
+    with fleet(own_server.settings(), null_folder) as found:
+        ports = free_port(), free_port()
+        worker, batch = (f"http://127.0.0.1:{port}" for port in ports)
+        found.worker(Role.UNIFIED, metrics_port=ports[0])
+        found.batch_worker(tmp_path, metrics_port=ports[1])
+        until(lambda: not ready(worker) and not ready(batch))
+        assert total(samples(batch), "prelay_redis_errors_total") == 0
+        own_server.kill()
+        until(lambda: any("Redis has not answered for" in reason for reason in ready(worker)))
+        until(lambda: any("Redis does not answer" in reason for reason in ready(batch)))
+        own_server.start()
+        until(lambda: not ready(worker) and not ready(batch))
+
+
 def test_a_taken_metrics_port_is_one_line_and_exit_code_one(new_fleet: Fleet) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

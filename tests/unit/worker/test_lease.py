@@ -160,3 +160,26 @@ def swept(kept: Kept, clock: list[float]) -> bool:
     queue.sent.clear()
     keeper._attempt(keeper._sweep)
     return bool(queue.sent)
+
+
+def test_a_worker_is_ready_while_redis_hears_of_it_and_its_model_loop_moves(kept: Kept, clock: list[float]) -> None:
+    keeper, queue, _ = kept
+    assert keeper.problems() == ["the worker is starting", "Redis has not heard of this worker yet"]
+    keeper.publish({"state": "ready"})
+    queue.answer = 1_000
+    keeper._attempt(keeper._beat)
+    assert keeper.problems() == []
+    queue.answer = QueueUnavailable("gone")
+    clock[0] += 5
+    keeper.stamp()
+    keeper._attempt(keeper._beat)
+    assert keeper.problems() == ["Redis has not answered for 5000 ms"]
+    queue.answer = 6_000
+    keeper._attempt(keeper._beat)
+    clock[0] += 4
+    keeper._attempt(keeper._beat)
+    clock[0] += 1
+    assert keeper.problems() == ["the model loop has not moved for 5000 ms"]
+    keeper.stamp()
+    keeper.publish({"state": "draining"})
+    assert keeper.problems() == ["the worker is draining"]

@@ -28,3 +28,6 @@ class BatchConfig:
     max_tries: int = 3
     #: A runner that is not heard of for so long has lost its batch, ms.
     lease_ms: int = 10_000
+    #: Metrics and health are shown on this port; 0: nowhere.
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"

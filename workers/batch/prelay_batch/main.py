@@ -29,6 +29,7 @@ from prelay_text.tokenizer import Tokenizer
 from .config import BatchConfig
 from .errors import StartupError
 from .job import Ready, prepare
+from .status import show
 from .worker import BatchWorker
 
 log = logging.getLogger("prelay.batch")
@@ -51,6 +52,8 @@ def run(config: BatchConfig) -> int:
     try:
         _check(config)
         tokenizer = Tokenizer.load(config.model)
+        if config.metrics_port:
+            show(config)
     except (StartupError, QueueError, TextError, FilesError) as error:
         print(f"prelay batch-worker: {error}", file=sys.stderr)
         return 1

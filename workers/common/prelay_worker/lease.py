@@ -20,6 +20,7 @@ from prelay_queue.errors import QueueError
 from prelay_queue.recorder import NOBODY, Recorder
 from prelay_queue.scripts import Held
 from prelay_queue.sweep import expire, say, say_expired, sweep
+from prelay_text.fleet import STALE_MS
 
 from .backend import Transport
 from .messages import Message, Release, Stop
@@ -100,6 +101,19 @@ class LeaseKeeper:
     @property
     def progress_ms(self) -> int:
         return int((time.monotonic() - self._stamp) * 1000)
+
+    def problems(self) -> list[str]:
+        """Why this worker would take no job and finish none, as the fleet sees it; empty when it would."""
+        state = self._status.get("state", "starting")
+        silence_ms = int((time.monotonic() - self._beaten[1]) * 1000) if self._beaten else None
+        found = [] if state == "ready" else [f"the worker is {state}"]
+        if silence_ms is None:
+            found.append("Redis has not heard of this worker yet")
+        elif silence_ms > STALE_MS:
+            found.append(f"Redis has not answered for {silence_ms} ms")
+        if self.progress_ms > STALE_MS:
+            found.append(f"the model loop has not moved for {self.progress_ms} ms")
+        return found
 
     def _run(self) -> None:
         due = {

@@ -1,4 +1,4 @@
-"""What a worker counts and times, and the small server that shows it.
+"""What a worker counts and times.
 
 The model loop adds whole numbers to a dict for each token, and talks to the metrics once a step, or once an attempt.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from prometheus_client import start_http_server
-
 from prelay_engine.sequence import NewToken, Sequence
 from prelay_queue.job import Claim
 from prelay_queue.metric_table import Part
@@ -17,7 +15,6 @@ from prelay_queue.metrics import Metrics
 
 from .attempt import Attempt
 from .backend import EngineLike
-from .errors import StartupError
 
 
 class WorkerMetrics:
@@ -79,11 +76,3 @@ class WorkerMetrics:
         if value != self._engine[what]:
             self.recorder.inc(name, by=value - self._engine[what])
             self._engine[what] = value
-
-
-def show(metrics: Metrics, host: str, port: int) -> None:
-    """Answer GET /metrics on this port from a thread of its own. Raise StartupError when that cannot be."""
-    try:
-        start_http_server(port, host, registry=metrics.registry)
-    except OSError as error:
-        raise StartupError(f"--metrics-port: cannot listen on {host} port {port}: {error.strerror}") from None

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from prelay_queue import logs
+from prelay_queue import logs, statuspage
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
 from prelay_queue.identity import incarnation
@@ -18,7 +18,6 @@ from prelay_queue.server import inspect, load_scripts
 from .backend import Backend
 from .config import WorkerConfig
 from .errors import StartupError
-from .metrics import show
 from .null import null_backend
 from .worker import MatcherFactory, Worker
 from .writer import Matcher
@@ -38,11 +37,19 @@ def run_worker(make: WorkerClass, config: WorkerConfig) -> int:
         logs.name_process(worker=name)
         worker = make(config, _backend(config, name), _matcher_factory(config), name)
         if config.metrics_port:
-            show(worker.metrics.recorder, config.metrics_host, config.metrics_port)
+            _show(worker, config)
     except (StartupError, QueueError) as error:
         print(f"prelay {config.role}: {error}", file=sys.stderr)
         return 1
     return worker.run()
+
+
+def _show(worker: Worker, config: WorkerConfig) -> None:
+    host, port = config.metrics_host, config.metrics_port
+    try:
+        statuspage.show(host, port, worker.metrics.recorder.text, worker.leases.problems)
+    except OSError as error:
+        raise StartupError(f"--metrics-port: cannot listen on {host} port {port}: {error.strerror}") from None
 
 
 def _end_with_thread(args: threading.ExceptHookArgs) -> None:
