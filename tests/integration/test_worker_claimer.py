@@ -6,6 +6,7 @@ import queue
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from prelay_queue.client import SyncQueue
 from prelay_queue.job import Claim, Priority
 from prelay_queue.keys import GROUP
 from prelay_worker.admission import Admission
-from prelay_worker.claimer import Claimer
+from prelay_worker.claimer import MOST_AT_ONCE, Claimer
 from prelay_worker.config import Role
 from prelay_worker.lease import LeaseKeeper
 from prelay_worker.messages import Claimed, Message
@@ -218,6 +219,65 @@ def test_a_restarted_job_comes_before_the_new_ones_of_its_class(claiming: Claimi
     desk.submit(new_job("new/0"))
     desk.crash("old/0")
     assert [claiming.next().id, claiming.next().id] == ["old/0", "new/0"]
+
+
+def _queue_up(claiming: Claiming, count: int, **changes: Any) -> list[str]:
+    jobs = [f"j{n:03}/0" for n in range(count)]
+    claiming.admission.publish(0, 0, Opening())
+    claiming.desk.submit(*(new_job(job, **changes) for job in jobs))
+    return jobs
+
+
+def _claimed_in_one_turn(claiming: Claiming, slots: int) -> int:
+    claiming.open(slots)
+    until(lambda: len(claiming.admission._inflight) > 0 and claiming.claimer._asked == [])
+    count = len(claiming.admission._inflight)
+    claiming.admission.publish(0, 0, Opening())
+    return count
+
+
+def test_of_a_long_queue_a_sixteenth_is_claimed_at_a_time_and_each_job_once(claiming: Claiming) -> None:
+    jobs = _queue_up(claiming, 80)
+    assert _claimed_in_one_turn(claiming, slots=20) >= 5
+    claims = [claiming.next(slots=20) for _ in jobs]
+    assert [claim.id for claim in claims] == jobs, "in the order of the queue"
+    assert sorted(claiming.leases._held) == [(job, 1) for job in jobs]
+
+
+def test_a_short_queue_goes_round_the_workers_job_by_job(claiming: Claiming) -> None:
+    _queue_up(claiming, 80)
+    stream = claiming.desk.keys.work("prefill")[3]
+    assert claiming.claimer._at_once(stream, 31) == 1
+    claiming.open(slots=99)
+    assert claiming.claimer._at_once(stream, 32) == 2
+    assert claiming.claimer._at_once(stream, 10_000) == MOST_AT_ONCE
+
+
+def test_a_job_that_runs_alone_is_not_claimed_together_with_others(claiming: Claiming) -> None:
+    stream = claiming.desk.keys.work("prefill")[2]
+    for al in ("0", "0", "1", "0"):
+        claiming.desk.redis.xadd(stream, {"id": "nobody/0", "tok": 3, "al": al})
+    claiming.admission.publish(9_999, 99, Opening())
+    assert claiming.claimer._at_once(stream, 64) == 2
+
+
+@pytest.mark.parametrize("fault", ["claim.after=cut@3", "claim.before=cut@3"])
+def test_claims_of_several_whose_answers_never_came_are_made_once(claiming: Claiming, fault: str) -> None:
+    failpoints.arm(fault)
+    jobs = _queue_up(claiming, 96)
+    claims = [claiming.next(slots=20) for _ in jobs]
+    assert sorted(claim.id for claim in claims) == jobs
+    assert {claim.epoch for claim in claims} == {1}
+    assert sorted(claiming.leases._held) == [(job, 1) for job in jobs]
+
+
+def test_a_job_that_nobody_can_read_does_not_keep_those_from_the_worker_that_were_claimed_with_it(
+    claiming: Claiming,
+) -> None:
+    jobs = _queue_up(claiming, 64)
+    claiming.desk.redis.hset(claiming.desk.keys.job(jobs[1]), "spec", "{}")
+    claims = [claiming.next(slots=20) for _ in jobs[1:]]
+    assert [claim.id for claim in claims] == [jobs[0], *jobs[2:]]
 
 
 def test_a_thread_that_fails_ends_its_process() -> None:

@@ -186,10 +186,12 @@ class Worker:
 
     def admit(self) -> None:
         while (done := policy.decide(self.rows(), self.holders(), self.room())) is not None:
+            assert policy.begins(self.rows(), self.room()) in (None, getattr(done, "key", None))
             if isinstance(done, policy.Begin):
                 self.begin(done.key)
             else:
                 self.make_room(done.keys)
+        assert policy.begins(self.rows(), self.room()) is None
         self.check_waiting()
 
     def begin(self, name: str) -> None:

@@ -132,3 +132,15 @@ def test_whoever_waits_is_woken_by_the_loop() -> None:
     assert opened == [3]
     admission.publish(0, 0, OPEN)
     assert not admission.wait_open(0.01)
+
+
+def test_of_what_is_free_half_may_be_claimed_at_a_time() -> None:
+    admission = Admission(BLOCK)
+    admission.publish(20, 8, OPEN)
+    assert admission.room_for([3] * 9) == 4, "slots"
+    assert admission.room_for([7] * 9) == 4, "2 blocks each"
+    assert admission.room_for([7, 27, 7]) == 2, "in order: 2 and 7 blocks, and none is left for the third"
+    admission.charge("a", 27, alone=False)
+    assert admission.room_for([7] * 9) == 3, "7 blocks are promised"
+    admission.charge("b", 99, alone=False)
+    assert admission.room_for([3]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 
 from .policy import Opening
 
@@ -57,11 +58,23 @@ class Admission:
         with self._changed:
             self._changed.wait_for(lambda: self._classes() > classes, timeout_s)
 
+    def room_for(self, tokens: Iterable[int]) -> int:
+        """How many jobs of so many tokens each, in this order, fit into half of what is free; the rest is for others."""
+        with self._changed:
+            slots = (self._slots - len(self._inflight)) // 2
+            blocks = (self._blocks - sum(self._inflight.values())) // 2
+        count = 0
+        for each in tokens:
+            blocks -= self._needs(each)
+            if count >= slots or blocks < 0:
+                break
+            count += 1
+        return count
+
     def charge(self, key: str, tokens: int, alone: bool) -> None:
         """A job was claimed. If it does not fit it becomes the head and nothing more is claimed for now."""
-        blocks = -(-(tokens + 1) // self._block_size)
         with self._changed:
-            self._inflight[key] = blocks
+            self._inflight[key] = self._needs(tokens)
             if alone or sum(self._inflight.values()) > self._blocks:
                 self._opening = Opening()
 
@@ -69,6 +82,9 @@ class Admission:
         """The model loop has the job now; what it publishes next is less by that, or says that it waits."""
         with self._changed:
             self._settled.add(key)
+
+    def _needs(self, tokens: int) -> int:
+        return -(-(tokens + 1) // self._block_size)
 
     def _classes(self) -> int:
         if time.monotonic() - self._published > STEP_S:

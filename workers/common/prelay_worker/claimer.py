@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
@@ -29,6 +30,11 @@ log = logging.getLogger("prelay.claim")
 
 #: Entries at the front of a prefill stream among which a decode worker looks for a short one.
 LOOK_AHEAD = 8
+
+#: Jobs that are claimed at a time, at the most, and of how many that wait one may be: so a short queue goes round the
+#: workers job by job, and a long one costs each of them a few round trips for many.
+MOST_AT_ONCE = 16
+SHARE = 16
 
 #: While only the upper classes may be claimed, their streams are looked at this often. They are not waited for in a
 #: blocking read: a worker with room, which does wait, is to have such a job first.
@@ -62,7 +68,7 @@ class Claimer:
         self._reader = queue.reader()
         self._stopping = threading.Event()
         self._recover_own = True  # after any error: look at our own pending entries first
-        self._asked: tuple[str, str, str] | None = None  # a claim (stream, entry, job) whose answer never came
+        self._asked: list[tuple[str, str, str]] = []  # claims (stream, entry, job) whose answer never came
         self._cursors = dict.fromkeys(self._streams, "0-0")
         self._steal_at = [0.0] * (CLASSES + 1)  # monotonic seconds, by how many classes may be claimed
         self._turn = 0
@@ -111,8 +117,10 @@ class Claimer:
             self._recover()
         if time.monotonic() >= self._steal_at[classes] and self._steal(classes):
             return
-        for stream in self._filled(self._order(classes)):
-            if self._take(self._read([stream], ">", None)):
+        filled = self._filled(self._order(classes))
+        for stream in filled:
+            count = self._at_once(stream, filled[stream]) if len(filled) == 1 else 1
+            if self._take(self._read([stream], ">", None, count)):
                 return
         if self._short_tokens and self._take_short(classes):
             return
@@ -132,14 +140,13 @@ class Claimer:
             entries: Any = self._queue.redis.xrange(stream, count=LOOK_AHEAD)
             for entry, fields in entries:
                 short = int(fields.get(b"tok", self._short_tokens + 1)) <= self._short_tokens
-                if short and self._claim(stream, text(entry), text(fields[b"id"])):
+                if short and self._claim([(stream, text(entry), text(fields[b"id"]))]):
                     return True
         return False
 
     def _recover(self) -> None:
         """At the start and after an error: the claim that got no answer, our pending entries, dead consumers."""
-        if self._asked is not None:
-            self._claim(*self._asked)
+        self._claim(self._asked)
         for stream in self._streams:
             self._take(self._read([stream], "0", None))
         self._queue.run(self._queue.scripts.tidy())
@@ -154,22 +161,36 @@ class Claimer:
         pairs = [self._streams[i : i + 2] for i in range(0, 2 * classes, 2)]
         return tuple(stream for pair in pairs[start:] + pairs[:start] for stream in pair)
 
-    def _filled(self, streams: tuple[str, ...]) -> list[str]:
-        """Those that hold entries, by one look instead of a read of each."""
+    def _filled(self, streams: tuple[str, ...]) -> dict[str, int]:
+        """Those that hold entries, and how many, by one look instead of a read of each."""
         with self._queue.redis.pipeline(transaction=False) as pipe:
             for stream in streams:
                 pipe.xlen(stream)
-            return [stream for stream, length in zip(streams, pipe.execute(), strict=True) if length]
+            return {stream: length for stream, length in zip(streams, pipe.execute(), strict=True) if length}
 
-    def _read(self, streams: list[str], cursor: str, block_ms: int | None) -> Any:
-        return self._reader.xreadgroup(GROUP, self._worker, dict.fromkeys(streams, cursor), count=1, block=block_ms)
+    def _at_once(self, stream: str, length: int) -> int:
+        """How many to take of a stream, while no other has anything: what a long queue spares, and there is room for.
+
+        A job that runs alone is taken alone.
+        """
+        most = min(MOST_AT_ONCE, length // SHARE)
+        if most <= 1:
+            return 1
+        entries: Any = self._queue.redis.xrange(stream, count=most)
+        fields = [found for _, found in entries]
+        together = takewhile(lambda found: found.get(b"al") == b"0", fields)
+        return max(1, self._admission.room_for(int(found.get(b"tok", 0)) for found in together))
+
+    def _read(self, streams: list[str], cursor: str, block_ms: int | None, count: int = 1) -> Any:
+        asked: dict[Any, Any] = dict.fromkeys(streams, cursor)
+        return self._reader.xreadgroup(GROUP, self._worker, asked, count=count, block=block_ms)
 
     def _take(self, reply: Any) -> bool:
+        """Claim what was read; whether there was anything."""
         taken = False
         for stream, entries in reply or ():
-            for entry, fields in entries:
-                self._claim_entry(text(stream), text(entry), fields)
-                taken = True
+            taken = taken or bool(entries)
+            self._claim_entries(text(stream), entries)
         return taken
 
     def _steal(self, classes: int) -> bool:
@@ -180,43 +201,51 @@ class Claimer:
                 stream, GROUP, self._worker, min_idle_time=idle_ms, start_id=self._cursors[stream], count=1
             )
             self._cursors[stream] = text(cursor)
-            for entry, fields in entries:
-                self._recorder.inc("prelay_redeliveries_total")
-                self._claim_entry(stream, text(entry), fields)
-                stolen = True
+            self._recorder.inc("prelay_redeliveries_total", by=len(entries))
+            self._claim_entries(stream, entries)
+            stolen = stolen or bool(entries)
         if not stolen:
             self._steal_at[classes] = time.monotonic() + idle_ms / 2000
         return stolen
 
-    def _claim_entry(self, stream: str, entry: str, fields: dict[bytes, bytes] | None) -> None:
-        job = (fields or {}).get(b"id")
-        if job is None:  # deleted while it was pending, or not one of ours
-            self._queue.redis.xack(stream, GROUP, entry)
-            self._queue.redis.xdel(stream, entry)
-            return
-        self._claim(stream, entry, text(job))
+    def _claim_entries(self, stream: str, entries: Any) -> None:
+        named = [(text(entry), (fields or {}).get(b"id")) for entry, fields in entries]
+        for entry, job in named:
+            if job is None:  # deleted while it was pending, or not one of ours
+                self._queue.redis.xack(stream, GROUP, entry)
+                self._queue.redis.xdel(stream, entry)
+        self._claim([(stream, entry, text(job)) for entry, job in named if job is not None])
 
-    def _claim(self, stream: str, entry: str, job: str) -> bool:
-        """Claim and tell the model loop; whether the job is ours.
+    def _claim(self, asked: list[tuple[str, str, str]]) -> bool:
+        """Claim and tell the model loop; whether any job is ours now.
 
-        A claim that gets no answer may be ours: it is repeated by `_recover`.
+        Claims that get no answer may be ours: they are repeated by `_recover`. A job that nobody can read is raised
+        after the others: its lease ends, and after some times the job.
         """
-        self._asked = (stream, entry, job)
+        if not asked:
+            return False
+        self._asked = asked
         lease_ms = self._queue.settings.times.lease_ms
-        try:
-            answer = self._queue.run(self._queue.scripts.claim(stream, entry, job, self._worker, lease_ms))
-        except QueueUnavailable:
-            raise
-        except QueueError:
-            self._asked = None  # a job that nobody can read: its lease ends, and after some times the job
-            raise
-        self._asked = None
-        claim = answer.claim
-        if answer.code == "newer":
-            words = "job %s speaks a newer protocol than this worker's %d: left alone"
-            log.warning(words, job, PROTOCOL_VERSION, extra=about(job))
-            self._stopping.wait(0.2)  # a newer worker takes it meanwhile
+        scripts = self._queue.scripts
+        answers = self._queue.run_many([scripts.claim(*each, self._worker, lease_ms) for each in asked])
+        for answer in answers:
+            if isinstance(answer, QueueUnavailable):
+                raise answer
+        self._asked = []
+        ours = [self._taken(*each, answer) for each, answer in zip(asked, answers, strict=True)]
+        for answer in answers:
+            if isinstance(answer, QueueError):
+                raise answer
+        return any(ours)
+
+    def _taken(self, _stream: str, entry: str, job: str, answer: Any) -> bool:
+        """What a claim was answered; whether the job is ours now."""
+        claim = None if isinstance(answer, QueueError) else answer.claim
         if claim is None:
+            if not isinstance(answer, QueueError) and answer.code == "newer":
+                words = "job %s speaks a newer protocol than this worker's %d: left alone"
+                log.warning(words, job, PROTOCOL_VERSION, extra=about(job))
+                self._stopping.wait(0.2)  # a newer worker takes it meanwhile
             return False
         self._leases.hold(claim.id, claim.epoch)
         tokens = len(claim.spec.prompt_ids) + len(claim.ids)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,11 @@ from prelay_queue.client import SyncQueue
 from prelay_queue.scripts import text
 
 from .messages import Drain, Evict, Message, Release, Stop
+
+#: The stream is looked for this often, seconds: a read does not tell one that is empty from one that is not there.
+CHECK_S = 1.0
+#: After commands came the next are read this much later, seconds: under load they come hundreds a second.
+PACE_S = 0.005
 
 log = logging.getLogger("prelay.control")
 
@@ -31,6 +37,7 @@ class Control:
         self._reader = queue.reader()
         self._last = "0-0"
         self._lost = True  # the stream is to be made
+        self._check_at = 0.0  # monotonic seconds
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
@@ -61,10 +68,13 @@ class Control:
                 self._read()
 
     def _turn(self) -> None:
+        now = time.monotonic()
+        if not self._lost and now < self._check_at:
+            return
         try:
             if self._lost or not self._queue.redis.exists(self._key):
                 self._create()
-            self._lost = False
+            self._lost, self._check_at = False, now + CHECK_S
         except RedisError as error:
             log.warning("control: %s", error)
             self._lost = True
@@ -80,6 +90,8 @@ class Control:
             for entry, fields in entries:
                 self._last = text(entry)
                 self._act(fields.get(b"c", b"{}"))
+        if reply:
+            self._stopping.wait(PACE_S)
 
     def _act(self, raw: bytes) -> None:
         try:

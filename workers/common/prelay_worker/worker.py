@@ -233,6 +233,9 @@ class Worker(ABC):
     def _admit_heads(self) -> None:
         """Carry out what the policy decides, until there is nothing more to do."""
         while self._heads:
+            if (key := policy.begins(self._heads.rows(), self._room())) is not None:  # no look at hundreds that run
+                self._begin(*self._heads.pop(key))
+                continue
             holders = [self._holder(attempt) for attempt in self.attempts.values()]
             match policy.decide(self._heads.rows(), holders, self._room()):
                 case policy.Begin(key):
