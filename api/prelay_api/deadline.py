@@ -27,7 +27,6 @@ from prelay_text.errors import RequestError
 from prelay_text.parameters import MAX_DEADLINE_MS
 from prelay_text.request import Request
 
-from .outcome import DEADLINE
 from .session import Session
 from .tasks import end, keep_running
 
@@ -88,7 +87,7 @@ class Deadlines:
                 choice.job = replace(choice.job, ends_at=ends_at)
         loop = asyncio.get_running_loop()
         after_s = max(0.0, ends_at - time.monotonic()) + LAST_WORD_S
-        self._last_words[session] = loop.call_later(after_s, session.abort, DEADLINE)
+        self._last_words[session] = loop.call_later(after_s, session.abort, session.late)
 
     def forget(self, session: Session) -> None:
         """The session is closed."""

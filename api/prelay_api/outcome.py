@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -51,12 +51,19 @@ CLOSING = Failure(
 )
 INTERNAL = Failure(500, "the server failed on this request", code="internal_error")
 CANCELLED = Failure(410, "the request was cancelled before it was complete", code="cancelled")
-DEADLINE = Failure(504, "the request was not complete by its deadline", code="deadline_exceeded")
+DEADLINE = Failure(504, "the request was not complete by its deadline", code="deadline_exceeded", param="deadline_ms")
 
 
 def internal_error() -> str:
     """INTERNAL in the form in which a job's error travels."""
     return INTERNAL.encode()
+
+
+def late(deadline_ms: int | None) -> Failure:
+    """The deadline has passed that a request was given; None: whatever it was."""
+    if deadline_ms is None:
+        return DEADLINE
+    return replace(DEADLINE, message=f"the request was not complete within its deadline_ms, which is {deadline_ms}")
 
 
 def refused(error: RequestError) -> Failure:

@@ -32,7 +32,8 @@ from .hub import Hub
 from .idempotency import Sent
 from .metrics import outcome
 from .outcome import CLOSING, Failure
-from .resume import resume
+from .request_id import new_id
+from .resume import Cursor, resume
 from .session import Links, Session
 from .sweeper import Sweeper
 from .transfers import Transfers
@@ -47,7 +48,7 @@ class Service:
     def __init__(self, config: ApiConfig, tokenizer: Tokenizer) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.started_at = int(time.time())
+        self.model_created = int((config.model / "config.json").stat().st_mtime)  # the same in every process
         self.fingerprint = f"fp_{fingerprint(config.model)}"
         self.closing = False
         self.told = False  # the open requests know that
@@ -151,7 +152,7 @@ class Service:
                 took = time.monotonic() - session.arrived_at
                 self.metrics.observe("prelay_e2e_request_latency_seconds", took, session.cls)
 
-    async def resume(self, request_id: str, cursor: str | None) -> Session | Failure:
+    async def resume(self, request_id: str, cursor: Cursor | None) -> Session | Failure:
         """A session that goes on with a stream, wherever that began. Always `close` it. Raise as `resume` does."""
         session = await resume(self._links, request_id, cursor)
         if isinstance(session, Session):
@@ -164,7 +165,7 @@ class Service:
         kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         return renderer_of(
             request,
-            id=f"{kind}-{secrets.token_hex(12)}",
+            id=new_id(kind),
             created=int(time.time()),
             model=self.config.served_model_name,
             system_fingerprint=self.fingerprint,

@@ -26,7 +26,7 @@ from .choice import Choice
 from .hub import Hub
 from .idempotency import Sent
 from .metrics import Timing
-from .outcome import Failure, failure
+from .outcome import DEADLINE, Failure, failure, late
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,13 @@ class Session:
         """What went wrong with the first choice that did not end well."""
         for choice in self.choices:
             if choice.relay.end is not None and (found := failure(choice.relay.end)):
-                return found
+                return self.late if found == DEADLINE else found
         return None
+
+    @property
+    def late(self) -> Failure:
+        """What is told when the deadline has passed."""
+        return late(self._form.deadline_ms)
 
     def hand_on(self) -> None:
         """This process shuts down: let the client go on elsewhere with the stream, or with its request."""

@@ -107,6 +107,10 @@ def test_a_worker_lost_while_redis_is_full_is_replaced_and_its_jobs_go_on(own_se
 
 
 def test_a_master_that_becomes_a_replica_for_a_while_costs_no_token(own_server: Server) -> None:
+    """queue case 13, redis-py#460: clients stayed with a master that had become read-only.
+
+    What an API process says then is in tests/integration/test_api_recovery.py.
+    """
     with working(own_server) as fleet:
         own_server.client.execute_command("REPLICAOF", "127.0.0.1", "1")
         time.sleep(1)  # the fault itself

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from prelay_api.routes.streams import ANSWER_S
 from prelay_queue.job import FinishReason
 from prelay_queue.state import State
 from tests.bed.chain import Listener, check_cursors, usage
-from tests.bed.http import post
+from tests.bed.http import post, request
 from tests.bed.processes import Api, Fleet, fleet, until
 from tests.bed.scripted import ScriptedWorker
 from tests.bed.servers import Server
@@ -316,6 +319,54 @@ def test_a_redis_that_forgot_what_was_delivered_ends_the_stream_with_an_error(
     assert found.error["code"] == "diverged"
     assert found.done
     until(lambda: scripted.state(claim.id)["st"] == State.DONE)
+
+
+def test_a_master_that_becomes_a_replica_is_a_503_and_is_served_from_as_before(
+    own_server: Server, null_folder: Path
+) -> None:
+    """queue case 13, redis-py#460: the stream that is open goes on, and new requests hear when to try again."""
+    with fleet(own_server.settings(), null_folder) as found:
+        api = found.api()
+        worker = ScriptedWorker(found.queue)
+        client = Listener(api.url, COMPLETIONS, body())
+        claim = worker.take()
+        worker.emit(claim, 0, [10])
+        seen(client, 10)
+        own_server.client.replicaof("127.0.0.1", "1")
+        reply = post(api.url + COMPLETIONS, json=body())
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "service_unavailable")
+        assert int(reply.headers["retry-after"]) > 0
+        own_server.client.replicaof("NO", "ONE")
+        worker.finish(claim, 1, [11])
+        assert client.end().choices[0].ids == [10, 11]
+        again = Listener(api.url, COMPLETIONS, body())
+        worker.finish(worker.take(), 0, [12])
+        assert again.end().choices[0].ids == [12]
+        worker.close()
+
+
+def test_a_cancel_that_redis_does_not_hear_is_a_503_soon(own_server: Server, null_folder: Path) -> None:
+    with fleet(own_server.settings(), null_folder) as found:
+        api = found.api()
+        worker = ScriptedWorker(found.queue)
+        client = Listener(api.url, COMPLETIONS, body())
+        claim = worker.take()
+        worker.emit(claim, 0, [10])
+        seen(client, 10)
+        own_server.kill(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            reply = request("DELETE", f"{api.url}/v1/streams/{client.found.id}")
+            assert time.monotonic() - began < ANSWER_S + 2
+        finally:
+            own_server.kill(signal.SIGCONT)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (503, "service_unavailable")
+        assert f"{ANSWER_S:g} s" in error["message"]
+        assert int(reply.headers["retry-after"]) > 0
+        until(lambda: request("DELETE", f"{api.url}/v1/streams/{client.found.id}").status_code == 200)
+        assert client.end().error is not None
+        worker.close()
 
 
 # --- ends that are no answers

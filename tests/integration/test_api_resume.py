@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -174,6 +175,44 @@ async def test_a_stream_that_is_not_known_is_not_begun_anew(quiet_api: Api) -> N
         assert error["code"] == "stream_not_found"
 
 
+async def test_a_stream_that_is_not_kept_any_longer_is_gone(quiet_api: Api, scripted: ScriptedWorker) -> None:
+    async with client_of(quiet_api.url) as client:
+        asking = asyncio.create_task(stream(client, COMPLETIONS, body([1], max_tokens=3)))
+        claim = await asyncio.to_thread(scripted.take)
+        scripted.finish(claim, 0, [5])
+        whole = await asking
+        assert (await get_part(client, whole.id)).done
+        keys = scripted.queue.keys
+        scripted.queue.redis.delete(keys.job(claim.id), keys.log(claim.id))  # as Redis does five minutes later
+        found = await get_part(client, whole.id)
+        gone = await client.delete(STREAMS + whole.id)
+    for status, error in ((found.status, found.error), (gone.status_code, gone.json()["error"])):
+        assert error is not None
+        assert (status, error["code"], error["param"]) == (410, "stream_expired", "request_id")
+        assert "300 s" in error["message"]
+
+
+async def test_a_stream_of_many_choices_goes_on_after_few_round_trips(two: tuple[Api, Api]) -> None:
+    first, second = two
+    asked = body([3], n=128, max_tokens=2)
+    async with client_of(first.url) as here, client_of(second.url) as there:
+        whole = await stream(here, COMPLETIONS, asked)
+        before = await _calls(there)
+        again = await get_part(there, whole.id)
+        after = await _calls(there)
+    check_stream(again, [3], 2, choices=128)
+    assert {name: after.get(name, 0) - before.get(name, 0) for name in ("attach", "view", "pipeline")} == {
+        "attach": 1, "view": 0, "pipeline": 5,
+    }  # fmt: skip
+
+
+async def _calls(client: httpx.AsyncClient) -> dict[str, int]:
+    """How often each script was sent, by name; several together are a pipeline."""
+    page = (await client.get("/metrics")).text
+    found = re.findall(r'prelay_redis_command_seconds_count\{script="(\w+)"\} (\d+)', page)
+    return {name: int(count) for name, count in found}
+
+
 @pytest.mark.parametrize("cursor", ["x", "1", "1-x", "-1-2", "1-2-3", "1-2,1-2", "9" * 20 + "-1"])
 async def test_what_is_no_place_is_refused(two: tuple[Api, Api], cursor: str) -> None:
     async with client_of(two[0].url) as client:
@@ -182,7 +221,10 @@ async def test_what_is_no_place_is_refused(two: tuple[Api, Api], cursor: str) ->
         same = await client.get(STREAMS + whole.id, params={"from": cursor})
     assert found.status == same.status_code == 400
     assert found.error is not None
-    assert found.error["param"] == "Last-Event-ID"
+    errors = [found.error, same.json()["error"]]
+    for error, name in zip(errors, ("Last-Event-ID", "from"), strict=True):
+        assert error["param"] == name
+        assert error["message"].startswith(name)
 
 
 @pytest.mark.parametrize("cursor", ["1-3", "2-1", "1-99", "7-0", "0-1"])
@@ -191,12 +233,16 @@ async def test_a_place_that_the_stream_never_had_is_no_place_to_go_on_from(two: 
         whole = await stream(client, COMPLETIONS, body([1], max_tokens=3))
         assert whole.frames[-2].id == "1-3"
         found = await get_part(client, whole.id, cursor)
-    if cursor == "1-3":  # the end
-        assert (found.bodies, found.done) == ([], True)
-        return
-    assert found.status == 409
+        if cursor == "1-3":  # the end
+            assert (found.bodies, found.done) == ([], True)
+            return
+        same = await client.get(STREAMS + whole.id, params={"from": cursor})
+    assert found.status == same.status_code == 409
     assert found.error is not None
-    assert found.error["code"] == "diverged"
+    errors = [found.error, same.json()["error"]]
+    for error, name in zip(errors, ("Last-Event-ID", "from"), strict=True):
+        assert (error["code"], error["param"]) == ("diverged", name)
+        assert f"{name} {cursor!r}" in error["message"]
 
 
 # --- clients that vanish, and do or do not come back

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prelay_queue.client import AsyncQueue
-from prelay_queue.errors import QueueFull, SentBefore
+from prelay_queue.errors import QueueError, QueueFull, SentBefore
 from prelay_queue.events import EndedEvent
 from prelay_queue.job import JobSpec, Priority
 from prelay_queue.scripts import Claimed, NewJob
@@ -258,6 +258,20 @@ async def test_the_asyncio_client_heals_a_flushed_script_cache(server_desk: Serv
     assert await queue.run(queue.scripts.submit([new_job()])) == ("new",)
     any_server.client.script_flush()
     assert await queue.run(queue.scripts.cancel(JOB)) == "ended"
+    await queue.aclose()
+
+
+async def test_the_asyncio_client_sends_several_calls_at_once_and_heals_too(
+    server_desk: ServerDesk, any_server: Server
+) -> None:
+    queue = AsyncQueue(server_desk.settings)
+    await queue.run(queue.scripts.submit([new_job(f"a/{index}", choices=2) for index in range(2)]))
+    any_server.client.script_flush()
+    cancels = [queue.scripts.cancel(job) for job in ("a/0", "nobody/0", "a/1", "a/0")]
+    assert await queue.run_many(cancels) == ["ended", "gone", "ended", "done"]
+    assert await queue.run_many([]) == []
+    with pytest.raises(QueueError):
+        await queue.run_many([cancels[0], replace(cancels[0], name="emit")])
     await queue.aclose()
 
 

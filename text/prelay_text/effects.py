@@ -18,6 +18,7 @@ from .parameters import (
     Parameter,
     Route,
 )
+from .request import COMPLETION_TOKENS
 
 _TIERS = ", ".join(f"{tier} is {priority}" for tier, priority in SERVICE_TIERS.items() if priority is not None)
 _ENTRIES, _KEY_CHARS, _VALUE_CHARS = MAX_METADATA
@@ -27,8 +28,8 @@ _EFFECTS: Mapping[str, str] = {
     "prompt": "Text, the ids that it becomes, or a list of either: then choice i belongs to prompt i // n.",
     "messages": "Roles system, developer, user and assistant; contents are text, or lists of text parts, which are "
     "joined by line breaks.",
-    "max_tokens": "The answer's tokens at most. Absent or null: as many as fit into the context and the workers' "
-    "memory. 0, with echo only: the prompt alone.",
+    "max_tokens": f"The answer's tokens at most. Absent or null: {COMPLETION_TOKENS}, or fewer if no more fit into the "
+    "context and the workers' memory. 0, with echo only: the prompt alone.",
     "max_completion_tokens": "The newer name of max_tokens; both with different values are refused.",
     "n": "Answers to each prompt, each with a seed of its own. All prompts' answers together are limited, too.",
     "best_of": "As many answers are computed for each prompt, and the n with the highest mean log-probability "

@@ -47,6 +47,7 @@ class Form:
     min_tokens: int = 0
     skip_special_tokens: bool = True
     echo: Echo | None = None
+    deadline_ms: int | None = None  # that the request was given, for what is told when it has passed
 
     @property
     def job(self) -> str:
@@ -116,4 +117,5 @@ def form_of(request: CompletionRequest | ChatRequest, part: JobPart, renderer: R
         min_tokens=sampling.min_tokens,
         skip_special_tokens=sampling.skip_special_tokens,
         echo=part.echo,
+        deadline_ms=request.deadline_ms,
     )

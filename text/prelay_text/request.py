@@ -11,6 +11,9 @@ from prelay_queue.job import Priority
 #: Choices of one request, over all its prompts.
 MAX_CHOICES = 128
 
+#: Tokens of a completion that is asked for without max_tokens: OpenAI's number.
+COMPLETION_TOKENS = 16
+
 #: Text, or the ids that it becomes.
 Prompt = str | tuple[int, ...]
 
@@ -25,7 +28,7 @@ class StreamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What both kinds of request share. `max_tokens` None: as many as fit. `seed` None: drawn at submit.
+    """What both kinds of request share. `max_tokens` None: `default_tokens`. `seed` None: drawn at submit.
 
     `user` and `metadata` are checked and carried along, and nothing reads them yet.
     """
@@ -76,6 +79,11 @@ class CompletionRequest(Request):
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def default_tokens(self) -> int | None:
+        """How many tokens an answer may have when that is not said, if so many fit; None: as many as fit."""
+        return COMPLETION_TOKENS
+
+    @property
     def prompt_only(self) -> bool:
         """No answer is asked for."""
         return self.max_tokens == 0
@@ -114,6 +122,11 @@ class ChatRequest(Request):
     def candidates(self) -> int:
         """How many answers are computed: all of them are shown."""
         return self.n
+
+    @property
+    def default_tokens(self) -> int | None:
+        """A chat's answer ends by itself, and has what room there is."""
+        return None
 
     @property
     def prompt_only(self) -> bool:

@@ -161,9 +161,12 @@ def _room(request: CompletionRequest | ChatRequest, name: str, prompt: int, limi
             f"more than {limits.name}"
         )
         raise RequestError(message, param="max_tokens", code="context_length_exceeded")
-    allowed = room if wanted is None else max(wanted, 1)
-    if request.min_tokens > allowed:
-        message = f"min_tokens is {request.min_tokens}, more than the {allowed} tokens that the answer may have"
+    if wanted is None:
+        wanted = room if request.default_tokens is None else min(request.default_tokens, room)
+    allowed = max(wanted, 1)
+    most = 0 if request.prompt_only else allowed
+    if request.min_tokens > most:
+        message = f"min_tokens is {request.min_tokens}, more than the {most} tokens that the answer may have"
         raise RequestError(message, param="min_tokens", code="invalid_value")
     return allowed
 

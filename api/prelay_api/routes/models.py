@@ -58,7 +58,7 @@ def _model(service: Service) -> dict[str, Any]:
     return {
         "id": service.config.served_model_name,
         "object": "model",
-        "created": service.started_at,
+        "created": service.model_created,
         "owned_by": "prelay",
         "max_model_len": limits.tokens,
         "limits": {

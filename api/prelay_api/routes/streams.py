@@ -3,27 +3,69 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from prelay_queue.client import translate
+from prelay_queue.client import AsyncQueue, translate
+from prelay_queue.errors import QueueUnavailable
 
-from ..outcome import CLOSING, Failure
+from ..outcome import CLOSING, UNAVAILABLE, Failure
 from ..replies import failed, json_reply
-from ..resume import unknown
+from ..resume import Cursor, unknown
 from ..service import service_of
 from ..sse import EventStream, lingers
 
+#: So long is waited for Redis to end a stream, seconds; a client that cancels does not wait for retries.
+ANSWER_S = 3.0
+
 router = APIRouter(tags=["Streams"])
+
+_UNKNOWN_END = replace(
+    UNAVAILABLE,
+    message=f"the queue (Redis) did not answer in {ANSWER_S:g} s; perhaps the stream ends, perhaps not: try again",
+)
 
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The rest of the stream, as server-sent events.", "content": {"text/event-stream": {}}},
-    404: {"description": "No such stream, or its answer is not kept any longer."},
+    404: {"description": "There never was such a stream."},
+    410: {"description": "Its answer is not kept any longer, or the stream was cancelled before it was complete."},
     409: {"description": "`diverged`: what the client has is not in the stream (the server lost data)."},
 }
+
+
+_CANCELLED = {
+    "type": "object",
+    "required": ["id", "object", "choices"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "stream.cancelled"},
+        "choices": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["index", "cancelled"],
+                "properties": {"index": {"type": "integer"}, "cancelled": {"type": "boolean"}},
+            },
+        },
+    },
+}
+_ENDED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Ended.", "content": {"application/json": {"schema": _CANCELLED}}},
+    404: _ANSWERS[404],
+    410: {"description": "Its answer is not kept any longer."},
+}
+
+
+def _cursor(request: Request) -> Cursor | None:
+    """Where the client stands: as the header says, or else the query; nothing is said by an empty one."""
+    for name, found in (("Last-Event-ID", request.headers), ("from", request.query_params)):
+        if text := found.get(name):
+            return Cursor(text, name)
+    return None
 
 
 @router.get("/v1/streams/{request_id}", summary="Go on with a stream", responses=_ANSWERS)
@@ -36,7 +78,7 @@ async def go_on(request: Request, request_id: str) -> Response:
     service = service_of(request)
     if service.closing:
         return failed(CLOSING)
-    cursor = request.headers.get("last-event-id") or request.query_params.get("from") or None
+    cursor = _cursor(request)
     session = await service.resume(request_id, cursor)
     if isinstance(session, Failure):
         return failed(session)
@@ -44,18 +86,27 @@ async def go_on(request: Request, request_id: str) -> Response:
     return EventStream(session, service.config)
 
 
-@router.delete("/v1/streams/{request_id}", summary="End a stream", responses={404: _ANSWERS[404]})
+@router.delete("/v1/streams/{request_id}", summary="End a stream", responses=_ENDED)
 async def end(request: Request, request_id: str) -> Response:
     """Cancel all choices of a request, whoever watches them. `cancelled` is false for one that was over already."""
-    queue = service_of(request).queue
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            answers = await _cancel_all(service_of(request).queue, request_id)
+    except (QueueUnavailable, TimeoutError):
+        return failed(_UNKNOWN_END)
+    if answers is None:
+        return failed(unknown(request_id))
+    told = [{"index": index, "cancelled": answer == "ended"} for index, answer in enumerate(answers)]
+    return json_reply({"id": request_id, "object": "stream.cancelled", "choices": told})
+
+
+async def _cancel_all(queue: AsyncQueue, request_id: str) -> list[str] | None:
+    """What became of each choice; None for a request that is not known. Raise QueueError."""
     try:
         count = await queue.redis.hget(queue.keys.job(f"{request_id}/0"), "n")
     except RedisError as error:
         raise translate(error) from None
     if count is None:
-        return failed(unknown(request_id))
+        return None
     # Together: whoever reads the stream cancels the others too as soon as one has ended.
-    ends = (queue.run(queue.scripts.cancel(f"{request_id}/{index}", "")) for index in range(int(count)))
-    answers = await asyncio.gather(*ends)
-    told = [{"index": index, "cancelled": answer == "ended"} for index, answer in enumerate(answers)]
-    return json_reply({"id": request_id, "object": "stream.cancelled", "choices": told})
+    return await queue.run_many([queue.scripts.cancel(f"{request_id}/{index}", "") for index in range(int(count))])

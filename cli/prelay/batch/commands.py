@@ -57,7 +57,7 @@ Endpoint = Annotated[
 Model = Annotated[str | None, _option("The model to ask for. \\[default: the first one served]", "NAME", _PROMPTS)]
 Chat = Annotated[bool, _switch("Each prompt is the user's message of a chat.", "--chat", _PROMPTS)]
 System = Annotated[str | None, _option("A system message for all of them; makes them chats.", "TEXT", _PROMPTS)]
-MaxTokens = Annotated[int | None, _option("Longest answer, in tokens.", "N", _PROMPTS, min=1)]
+MaxTokens = Annotated[int | None, _option("Longest answer, in tokens (completions: 16).", "N", _PROMPTS, min=1)]
 Temperature = Annotated[float | None, _option("0 is greedy.", "T", _PROMPTS, min=0, max=2)]
 Window = Annotated[str, _option("What has not ended by then is expired: 30m, 24h, 7d. \\[default: 24h]", "TIME")]
 

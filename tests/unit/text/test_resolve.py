@@ -70,6 +70,13 @@ def test_more_tokens_cannot_be_asked_for_than_there_may_be(byte_level: Tokenizer
     assert parts(byte_level, prompt=(5,), max_tokens=4, min_tokens=4)[0].sampling.min_tokens == 4
 
 
+def test_of_a_prompt_alone_no_tokens_can_be_asked_for(byte_level: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="min_tokens is 1, more than the 0 tokens") as caught:
+        parts(byte_level, prompt=(5,), max_tokens=0, echo=True, min_tokens=1)
+    assert caught.value.param == "min_tokens"
+    assert parts(byte_level, prompt=(5,), max_tokens=0, echo=True)[0].sampling.max_tokens == 1  # that nobody sees
+
+
 def test_a_bad_word_is_banned_at_the_beginning_and_after_a_space(byte_level: Tokenizer) -> None:
     (part,) = parts(byte_level, prompt=(5,), bad_words=("dog", " dog", "the"))
     forms = [tuple(byte_level.encode(text)) for text in ("dog", " dog", "the", " the")]
@@ -100,7 +107,8 @@ def test_a_prompt_that_leaves_no_room_names_both_numbers(
 def test_max_tokens_is_clamped_when_absent_and_refused_when_it_cannot_fit(byte_level: Tokenizer) -> None:
     assert parts(byte_level, prompt=(5,) * 63)[0].sampling.max_tokens == 1
     assert parts(byte_level, prompt=(5,) * 63, max_tokens=1)[0].sampling.max_tokens == 1
-    assert parts(byte_level, prompt=(5,) * 10)[0].sampling.max_tokens == 54
+    assert parts(byte_level, prompt=(5,) * 49)[0].sampling.max_tokens == 15
+    assert parts(byte_level, prompt=(5,) * 10)[0].sampling.max_tokens == 16
     for max_tokens in (2, 10**9):
         with pytest.raises(RequestError, match=f"max_tokens is {max_tokens} and prompt has 63 tokens.*64") as caught:
             parts(byte_level, prompt=(5,) * 63, max_tokens=max_tokens)
@@ -108,8 +116,8 @@ def test_max_tokens_is_clamped_when_absent_and_refused_when_it_cannot_fit(byte_l
 
 
 def test_the_smaller_of_context_and_pool_binds(byte_level: Tokenizer) -> None:
-    assert parts(byte_level, Limits(64, 32), prompt=(5,))[0].sampling.max_tokens == 31
-    assert parts(byte_level, Limits(64, 500), prompt=(5,))[0].sampling.max_tokens == 63
+    assert parts(byte_level, Limits(64, 32), prompt=(5,) * 20)[0].sampling.max_tokens == 12
+    assert parts(byte_level, Limits(64, 500), prompt=(5,) * 50)[0].sampling.max_tokens == 14
     with pytest.raises(RequestError, match="the 32 tokens that the workers' memory holds"):
         parts(byte_level, Limits(64, 32), prompt=(5,), max_tokens=32)
     with pytest.raises(RequestError, match="no room"):
