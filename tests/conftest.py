@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from prelay_engine.demo import default_cache, fetch_demo
@@ -17,6 +18,10 @@ from prelay_engine.errors import DemoError
 #: Threads of torch that wait sleep instead of spin: here, and in the processes that tests start. Several test processes
 #: share the cores, and one that spins takes away what it waits for. It is read when torch is imported, which is later.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# How long one example takes says how busy the machine is.
+settings.register_profile("prelay", settings.default, deadline=None)
+settings.load_profile("prelay")
 
 
 @pytest.hookimpl(wrapper=True)

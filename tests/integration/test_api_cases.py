@@ -151,3 +151,41 @@ def test_requests_under_one_name_get_right_answers_of_their_own(api: Api) -> Non
         check_chain(prompt, ids_of(answer.json()["choices"][0]["text"]))
         assert answer.headers["x-request-id"] == answer.json()["id"]
     assert len({answer.json()["id"] for answer in answers}) == len(prompts)
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+#: Schemas that are wrong, endless, huge or empty, and patterns on which a matcher never ends.
+GRAMMARS: dict[str, tuple[str, Any]] = {
+    "invalid": ("json_schema", {"type": "no such type"}),
+    "recursive": ("json_schema", {"$ref": "#"}),
+    "empty": ("json_schema", {}),
+    "deep": ("json_schema", _deep(400)),
+    "a megabyte": ("json_schema", {"enum": ["x" * 1000 for _ in range(1000)]}),
+    "regex": ("regex", "(a+)+$" * 50),
+    "grammar": ("grammar", "root ::= root"),
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("kind", "value"), GRAMMARS.values(), ids=GRAMMARS.keys())
+def test_no_schema_and_no_pattern_is_compiled_and_others_are_served(api: Api, path: str, kind: str, value: Any) -> None:
+    """api-batch case 11, vllm#17248: one bad schema or pattern killed, or held up, the whole engine.
+
+    Here there are none: each is refused by its name, at once.
+    """
+    asked: dict[str, Any] = {"messages": chat([1])} if path == CHAT else {"prompt": [1]}
+    forms: list[dict[str, Any]] = [{"structured_outputs": {kind.removesuffix("_schema"): value}}]
+    if kind == "json_schema":
+        shown = {"name": "x", "schema": value, "strict": True}
+        forms += [{"response_format": {"type": kind, kind: shown}}, {"guided_json": value}]
+    for form in forms:
+        error = refusal(ask(api, path, max_tokens=2, **asked, **form))
+        assert error["param"] == next(iter(form))
+        assert len(error["message"]) < 400
+    check_served(api)
