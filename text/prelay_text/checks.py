@@ -49,18 +49,27 @@ def show(value: object) -> str:
         return f"a huge {type(value).__name__}"
 
 
+#: Before the name of a parameter: what is wrong is a key of the object that it is.
+KEY_OF = "a key of "
+
+
+def _param(name: str) -> str:
+    """The parameter that is wrong, as clients look for it."""
+    return name.removeprefix(KEY_OF)
+
+
 def wrong_type(name: str, wanted: str, value: object) -> RequestError:
     found = "null" if value is None else f"{type(value).__name__} {show(value)}"
-    return RequestError(f"{name} must be {wanted}, not {found}", param=name, code="invalid_type")
+    return RequestError(f"{name} must be {wanted}, not {found}", param=_param(name), code="invalid_type")
 
 
 def wrong_value(name: str, wanted: str, value: object) -> RequestError:
-    return RequestError(f"{name} must be {wanted}, not {show(value)}", param=name, code="invalid_value")
+    return RequestError(f"{name} must be {wanted}, not {show(value)}", param=_param(name), code="invalid_value")
 
 
 def too_many(name: str, most: int, value: Sized) -> RequestError:
     message = f"{name} may have up to {most} entries, not {len(value)}"
-    return RequestError(message, param=name, code="invalid_value")
+    return RequestError(message, param=_param(name), code="invalid_value")
 
 
 def is_int(value: object) -> bool:
@@ -197,7 +206,7 @@ def biases(most: int, low: float, high: float) -> Described[tuple[tuple[int, flo
             raise too_many(name, most, value)
         for key in value:
             if not _TOKEN_ID.fullmatch(key):
-                raise wrong_value(f"a key of {name}", "a token id", key)
+                raise wrong_value(f"{KEY_OF}{name}", "a token id", key)
         return tuple((int(key), number_check(f"{name}.{key}", bias)) for key, bias in value.items())
 
     return check
@@ -215,7 +224,7 @@ def text_map(most: int, longest_key: int, longest_value: int) -> Described[dict[
         if len(value) > most:
             raise too_many(name, most, value)
         for key, item in value.items():
-            key_check(f"a key of {name}", key)
+            key_check(f"{KEY_OF}{name}", key)
             value_check(f"{name}.{key}", item)
         return dict(value)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .checks import boolean, encodable, is_int, text, token_ids, too_many, wrong_type, wrong_value
+from .checks import KEY_OF, boolean, encodable, is_int, text, token_ids, too_many, wrong_type, wrong_value
 from .errors import RequestError
 from .request import MAX_CHOICES, Message, Prompt, StreamOptions
 from .template import RESERVED_NAMES, text_of
@@ -139,7 +139,7 @@ def template_arguments(name: str, value: Any) -> dict[str, Any]:
         raise wrong_type(name, "an object", value)
     for key in value:
         if not key.isidentifier():
-            raise wrong_value(f"a key of {name}", "a name that a template can read", key)
+            raise wrong_value(f"{KEY_OF}{name}", "a name that a template can read", key)
         if key in RESERVED_NAMES:
             message = f"{name}.{key} cannot be set: this name is the server's own"
             raise RequestError(message, param=f"{name}.{key}", code="invalid_value")

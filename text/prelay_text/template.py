@@ -74,11 +74,14 @@ class ChatTemplate:
             raise RequestError(self._missing, param="messages", code="no_chat_template")
         try:
             return self._template.render(
-                messages=[self._message(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **{**self._tokens, **(arguments or {})},
+                {
+                    **self._tokens,
+                    **(arguments or {}),
+                    "messages": [self._message(message) for message in messages],
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": None,
+                    "documents": None,
+                }
             )
         except Exception as error:  # a template may raise anything; a 500 would blame the server
             message = f"messages: the model's chat template refuses them: {error}"

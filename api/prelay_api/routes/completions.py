@@ -15,17 +15,14 @@ from prelay_text.schema import request_schema
 from prelay_text.validate import chat_request, completion_request
 
 from ..answer import collect
-from ..body import read_json
+from ..body import understand
 from ..deadline import with_deadline
-from ..idempotency import another_body, sent_under
+from ..idempotency import Sent, another_body, sent_under
 from ..outcome import CLOSING, Failure
 from ..replies import failed, json_reply
 from ..service import Service, service_of
 from ..session import Session
 from ..sse import EventStream, lingers
-
-#: Bodies beyond this many bytes are tokenised in a thread.
-LONG_BODY = 32 * 1024
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -87,10 +84,12 @@ async def _serve(request: Request, read: Callable[[object], CompletionRequest | 
     service = service_of(request)
     if service.closing:
         return failed(CLOSING)
-    body, size = await read_json(request, service.config.max_body_bytes)
-    wanted = with_deadline(read(body), request.headers)
-    sent = sent_under(request, body)
-    session = await service.open(wanted, sent, long=size > LONG_BODY)
+
+    def checked(body: object) -> tuple[CompletionRequest | ChatRequest, Sent | None]:
+        return with_deadline(read(body), request.headers), sent_under(request, body)
+
+    (wanted, sent), long = await understand(request, service.config.max_body_bytes, checked)
+    session = await service.open(wanted, sent, long=long)
     try:
         await session.submit()
         return await _answer(service, session, request, stream=wanted.stream)

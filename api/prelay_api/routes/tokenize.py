@@ -18,10 +18,9 @@ from prelay_text.tokenize import (
 )
 from prelay_text.tokenizer import Tokenizer
 
-from ..body import read_json
+from ..body import understand
 from ..replies import json_reply
 from ..service import service_of
-from .completions import LONG_BODY
 from .models import refuse_other_model
 
 router = APIRouter(tags=["Tokens"])
@@ -60,11 +59,11 @@ async def tokenize(request: Request) -> Response:
     spellings.
     """
     service = service_of(request)
-    body, size = await read_json(request, service.config.max_body_bytes)
-    wanted = tokenize_request(body, service.config.served_model_name)
+    name = service.config.served_model_name
+    wanted, long = await understand(request, service.config.max_body_bytes, lambda body: tokenize_request(body, name))
     refuse_other_model(service, wanted.model)
     limits = await service.fleet.limits(service.tokenizer.context_len)
-    found = await _maybe_in_thread(size, lambda: _tokens(wanted, service.tokenizer))
+    found = await _maybe_in_thread(long, lambda: _tokens(wanted, service.tokenizer))
     return json_reply({"max_model_len": limits.tokens, **found})
 
 
@@ -77,15 +76,15 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens and all."""
     service = service_of(request)
-    body, size = await read_json(request, service.config.max_body_bytes)
-    wanted = detokenize_request(body, service.config.served_model_name)
+    name = service.config.served_model_name
+    wanted, long = await understand(request, service.config.max_body_bytes, lambda body: detokenize_request(body, name))
     refuse_other_model(service, wanted.model)
-    return json_reply({"prompt": await _maybe_in_thread(size, lambda: wanted.text(service.tokenizer))})
+    return json_reply({"prompt": await _maybe_in_thread(long, lambda: wanted.text(service.tokenizer))})
 
 
-async def _maybe_in_thread(size: int, work: Callable[[], T]) -> T:
+async def _maybe_in_thread(long: bool, work: Callable[[], T]) -> T:
     """Long work must not hold up the streams of this process."""
-    return await asyncio.to_thread(work) if size > LONG_BODY else work()
+    return await asyncio.to_thread(work) if long else work()
 
 
 def _tokens(wanted: TokenizeRequest, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -129,6 +129,11 @@ def test_a_template_that_does_not_show_the_last_message_cannot_go_on_with_it() -
     assert caught.value.param == "continue_final_message"
 
 
+@pytest.mark.parametrize("name", ["self", "args", "kwargs", "context", "vars"])
+def test_an_argument_may_have_any_name_that_a_template_can_read(name: str) -> None:
+    assert ChatTemplate("{{ messages|length }}").render(TURNS, arguments={name: 7}) == str(len(TURNS))
+
+
 def test_arguments_reach_the_template_and_no_message_is_begun_unless_asked_for() -> None:
     template = ChatTemplate("{{ thinking }}{{ bos_token }}{{ add_generation_prompt }}", {"bos_token": "<s>"})
     assert template.render(TURNS, False, {"thinking": "on"}) == "on<s>False"

@@ -174,7 +174,8 @@ def test_what_is_not_implemented_is_refused_by_name_unless_neutral(name: str) ->
 @pytest.mark.parametrize("key", ["", "-1", "x", "1.0", "07", "00", "12345678901"])
 def test_a_bias_is_for_a_token_id(key: str) -> None:
     error = refusal(completion, logit_bias={key: 1})
-    assert error.param == "a key of logit_bias"
+    assert error.param == "logit_bias"
+    assert "a key of logit_bias" in error.message
     assert "must be a token id" in error.message
 
 
