@@ -21,6 +21,7 @@ from .errors import QueueBusy, SentBefore
 from .events import LogView
 from .job import PROTOCOL_VERSION, Claim, JobSpec
 from .keys import Keys
+from .lua_library import needed
 from .state import as_lua
 
 R = TypeVar("R")
@@ -44,11 +45,13 @@ _FLAGS = {
 
 @cache
 def source(name: str) -> str:
-    """Return the whole Lua source of a script: flags, state table, libraries, body."""
+    """Return the whole Lua source of a script: flags, state table, what it needs of the libraries, body."""
     folder = resources.files(__package__) / "lua"
     flags = _FLAGS.get(name, "#!lua flags=allow-oom")
-    parts = ("_lib", "_batch", name) if name.startswith("batch_") else ("_lib", name)
-    return "\n".join((flags, as_lua(), *((folder / f"{part}.lua").read_text() for part in parts)))
+    parts = ("_lib", "_batch") if name.startswith("batch_") else ("_lib",)
+    library = "".join((folder / f"{part}.lua").read_text() for part in parts)
+    body = (folder / f"{name}.lua").read_text()
+    return "\n".join((flags, as_lua(), needed(library, body), body))
 
 
 @cache

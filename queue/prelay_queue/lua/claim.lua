@@ -37,5 +37,6 @@ elseif not mine then
   drop_entry()
   return { 'stale' }
 end
-local f = redis.call('HMGET', jobkey(id), 'ep', 'spec', 'kv', 'pe', 'sub', 'dl', 'hf')
-return { 'ok', f[1], f[2], f[3] or '', f[4], alone_until(id), f[5], f[6], f[7] or 0, (log_tokens(id)) }
+local f = redis.call('HMGET', jobkey(id), 'ep', 'spec', 'kv', 'pe', 'sub', 'dl', 'hf', 'nx')
+local ids = tonumber(f[8]) > 0 and log_tokens(id) or {}
+return { 'ok', f[1], f[2], f[3] or '', f[4], alone_until(id), f[5], f[6], f[7] or 0, ids }

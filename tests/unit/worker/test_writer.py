@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,7 +17,21 @@ from prelay_queue.keys import Keys
 from prelay_queue.scripts import Call, Emission, Emitted, Scripts
 from prelay_queue.settings import QueueSettings
 from prelay_worker.messages import Exported, Message, Release, Stop
-from prelay_worker.writer import Adopt, Begin, Fail, Forget, GiveUp, Handoff, Recall, Tokens, Write, Writer, _group
+from prelay_worker.writer import (
+    PATIENCE_S,
+    Adopt,
+    Begin,
+    Expire,
+    Fail,
+    Forget,
+    GiveUp,
+    Handoff,
+    Recall,
+    Tokens,
+    Write,
+    Writer,
+    _group,
+)
 
 Answer = Any
 
@@ -122,6 +137,43 @@ def test_grouping_keeps_the_order_of_every_job_and_loses_nothing(
     assert all(len(group) == 1 or all(isinstance(each, Tokens) for each in group) for group in groups)
 
 
+# Tokens that may wait.
+
+
+def patient(job: str, seq: int, *ids: int, reason: FinishReason | None = None) -> Tokens:
+    return Tokens(job, 1, seq, ids, reason, patient=True)
+
+
+def test_a_short_answer_that_may_wait_is_one_write() -> None:
+    queue = FakeQueue()
+    write(queue, Adopt("a", 1), patient("a", 0, 1), patient("a", 1, 2), patient("a", 2, 3, reason=FinishReason.STOP))
+    ((adopt, finish),) = queue.sent
+    assert adopt.name == "adopt"
+    assert finish.args == queue.scripts.finish("a", 1, "me", 0, (1, 2, 3), "stop").args
+
+
+@pytest.mark.parametrize("last", [GiveUp("a", 1, "kv"), Fail("a", 1, 2, "{}"), Expire("a", 1), Adopt("a", 1)])
+def test_tokens_that_wait_are_written_before_anything_else_of_their_attempt(last: Write) -> None:
+    queue = FakeQueue()
+    write(queue, patient("b", 0, 5), patient("a", 0, 1), patient("a", 1, 2), last)
+    first, second, third = (call for batch in queue.sent for call in batch)
+    assert first.args == queue.scripts.emit("me", [Emission("a", 1, 0, (1, 2))]).args
+    assert (second.name, second.args[0]) != ("emit", "me")
+    assert third.args == queue.scripts.emit("me", [Emission("b", 1, 0, (5,))]).args, "what waits is written at the end"
+
+
+def test_tokens_wait_for_more_but_not_for_long_and_keep_nobody_waiting() -> None:
+    queue = FakeQueue()
+    writer = Writer(queue, "me", "here", lambda _: None)  # type: ignore[arg-type]
+    assert writer._due([patient("a", 0, 1), Tokens("b", 1, 0, (9,))], all_=False) == [Tokens("b", 1, 0, (9,))]
+    assert writer._due([patient("a", 1, 2)], all_=False) == []
+    began = time.monotonic()
+    batch, ended = writer._gather()  # nothing comes: it returns when their time is over
+    assert time.monotonic() - began <= PATIENCE_S + 0.5
+    assert writer._due(batch, all_=ended) == [patient("a", 0, 1, 2)]
+    assert writer._due([], all_=False) == []
+
+
 # Stop strings.
 
 
@@ -220,7 +272,8 @@ def test_a_forgotten_attempt_leaves_no_matcher_and_its_earlier_writes_go_out() -
     writer.watch("a/0@1", StopAt(9))
     writer.watch("b/0@1", StopAt(9))
 
-    batch, _ = writer._gather(Tokens("a/0", 1, 0, (1,)))
+    writer.put([Tokens("a/0", 1, 0, (1,))], lambda: None)
+    batch, _ = writer._gather()
     writer._matched(Forget("a/0", 1))
 
     assert batch == [Tokens("a/0", 1, 0, (1,))]

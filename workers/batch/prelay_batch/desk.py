@@ -13,6 +13,7 @@ from prelay_queue.errors import QueueError, QueueUnavailable
 from prelay_queue.events import LogView
 from prelay_queue.job import Priority
 from prelay_queue.keys import CLASS_ORDER
+from prelay_queue.log import read_ended
 from prelay_queue.scripts import Call, NewJob, text
 
 from .window import Backlog
@@ -58,7 +59,12 @@ class Desk:
 
     def views(self, jobs: Sequence[str]) -> list[LogView | None]:
         """What stands of each; None for one that Redis does not know."""
-        return [_sound(answer) for answer in self._ask([self._scripts.view(job) for job in jobs])]
+        found = {
+            job: view for group in groups(jobs) for job, view in zip(group, read_ended(self._queue, group), strict=True)
+        }
+        others = [job for job in jobs if found[job] is None]  # they run again, or are gone
+        found |= zip(others, map(_sound, self._ask([self._scripts.view(job) for job in others])), strict=True)
+        return [found[job] for job in jobs]
 
     def requeue(self, jobs: Sequence[tuple[str, int]]) -> None:
         """Send preempted jobs back to their first step, keeping all their tokens: nobody has seen any."""

@@ -59,7 +59,7 @@ class Admission:
             self._changed.wait_for(lambda: self._classes() > classes, timeout_s)
 
     def room_for(self, tokens: Iterable[int]) -> int:
-        """How many jobs of so many tokens each, in this order, fit into half of what is free; the rest is for others."""
+        """How many jobs of so many tokens each fit into half of what is free, in this order: others come too."""
         with self._changed:
             slots = (self._slots - len(self._inflight)) // 2
             blocks = (self._blocks - sum(self._inflight.values())) // 2

@@ -25,7 +25,7 @@ import orjson
 from prelay_engine.sequence import NewToken, Sequence, Step
 from prelay_queue import trace
 from prelay_queue.client import SyncQueue
-from prelay_queue.job import Claim, FinishReason
+from prelay_queue.job import Claim, FinishReason, Priority
 
 from . import policy
 from .admission import Admission
@@ -321,8 +321,17 @@ class Worker(ABC):
                 self._fail(attempt.claim, "the model computed no finite logits", "model_error", 500, new.seq)
                 continue
             note = new.note.encode()
-            notes = (note,) if note else ()
-            writes.append(Tokens(attempt.claim.id, attempt.claim.epoch, new.seq, (new.token,), new.finish, notes))
+            writes.append(
+                Tokens(
+                    attempt.claim.id,
+                    attempt.claim.epoch,
+                    new.seq,
+                    (new.token,),
+                    new.finish,
+                    (note,) if note else (),
+                    patient=attempt.claim.spec.priority is Priority.BATCH,
+                )
+            )
             if new.finish is not None:
                 self._forget(attempt)
         for key in step.evicted:

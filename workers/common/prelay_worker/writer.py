@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -27,6 +28,9 @@ log = logging.getLogger("prelay.writer")
 
 #: Steps the model loop may run ahead of the queue before it waits.
 BACKLOG = 256
+#: Tokens of the class batch wait so long for more of the same answer, seconds: nobody reads along token by token, and
+#: a short answer is then one write.
+PATIENCE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,16 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Write):
-    """Tokens seq … of the answer, each with a note or none with one; `reason` is set with the last ones."""
+    """Tokens seq … of the answer, each with a note or none with one; `reason` is set with the last ones.
+
+    Those that are `patient` may be written some time later, but before anything else of their attempt.
+    """
 
     seq: int
     ids: tuple[int, ...]
     reason: FinishReason | None = None
     notes: tuple[str, ...] = ()
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +138,8 @@ class Writer:
         self._recorder = recorder
         self._fifo: queue.Queue[Write | None] = queue.Queue(maxsize=BACKLOG * 64)
         self._matchers: dict[str, Matcher] = {}
+        self._patient: dict[str, Tokens] = {}  # by attempt, not written yet
+        self._patient_until = 0.0  # monotonic seconds
         self._over: dict[str, None] = {}  # attempts that ended or were lost: their later writes are dropped
         self._abandon = threading.Event()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
@@ -159,23 +169,43 @@ class Writer:
                     stamp()
 
     def _run(self) -> None:
-        while True:
-            first = self._fifo.get()
-            batch, ended = self._gather(first)
-            self._write(batch)
-            if ended:
-                return
+        ended = False
+        while not ended:
+            batch, ended = self._gather()
+            self._write(self._due(batch, all_=ended))
 
-    def _gather(self, first: Write | None) -> tuple[list[Write], bool]:
+    def _gather(self) -> tuple[list[Write], bool]:
+        """What has come, waiting for something, or for the end of a patience; whether it is all that will ever come."""
         batch: list[Write] = []
-        item = first
-        while item is not None:
-            batch.extend(self._matched(item))
-            try:
+        try:
+            left_s = self._patient_until - time.monotonic()
+            item = self._fifo.get(timeout=max(0.0, left_s) if self._patient else None)
+            while item is not None:
+                batch.extend(self._matched(item))
                 item = self._fifo.get_nowait()
-            except queue.Empty:
-                return batch, False
+        except queue.Empty:
+            return batch, False
         return batch, True
+
+    def _due(self, batch: list[Write], *, all_: bool) -> list[Write]:
+        """What is to be written now, the tokens first that were kept back of the same attempts."""
+        due: list[Write] = []
+        for write in batch:
+            kept = self._patient.pop(write.key, None)
+            if isinstance(write, Tokens):
+                joined = _joined(kept, write) if kept else write
+                if not write.patient or write.reason is not None:
+                    due.append(joined)
+                    continue
+                if not self._patient:
+                    self._patient_until = time.monotonic() + PATIENCE_S
+                self._patient[write.key] = joined
+            else:
+                due += [kept, write] if kept else [write]
+        if all_ or time.monotonic() >= self._patient_until:
+            due += self._patient.values()
+            self._patient.clear()
+        return due
 
     def _matched(self, write: Write) -> list[Write]:
         """Apply stop strings, and drop writes of attempts that are over."""
@@ -249,7 +279,7 @@ class Writer:
             case Tokens(reason=None):
                 emissions = [Emission(w.job, w.epoch, w.seq, w.ids, w.notes) for w in group if isinstance(w, Tokens)]
                 return self._scripts.emit(self._worker, emissions)
-            case Tokens(job, epoch, seq, ids, reason, notes):
+            case Tokens(job, epoch, seq, ids, reason, notes, _):
                 return self._scripts.finish(job, epoch, self._worker, seq, ids, str(reason), notes=notes)
             case Handoff(job, epoch, seq, token, kv, note):
                 lease_ms = self._queue.settings.times.lease_ms
@@ -312,7 +342,7 @@ def _joined(first: Tokens, second: Tokens) -> Tokens:
     notes: tuple[str, ...] = ()
     if first.notes or second.notes:
         notes = tuple(note for part in (first, second) for note in part.notes or ("",) * len(part.ids))
-    return replace(first, ids=first.ids + second.ids, notes=notes)
+    return replace(first, ids=first.ids + second.ids, reason=second.reason, notes=notes)
 
 
 def _plain(write: Write) -> bool:
