@@ -24,7 +24,7 @@ INSTALL = PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" scripts
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev clients model serve test test-slow lint format types layers check clean
+.PHONY: help install dev clients model serve test test-slow lint format types layers check secrets clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,9 +59,11 @@ test: dev model ## the test suite, without what takes minutes (ARGS= goes to pyt
 test-slow: dev model ## the tests that take minutes each, two at a time (JOBS=1: one)
 	$(BIN)/python -m pytest -m slow $(call PARALLEL,2) $(ARGS)
 
-lint: dev ## ruff: rules and format
+lint: dev ## ruff, hadolint, and what docker compose makes of docker-compose.yml
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint deploy/docker/Dockerfile
+	$(BIN)/docker-compose --profile '*' config --quiet
 
 format: dev ## ruff: put in order what can be
 	$(BIN)/ruff check --fix .
@@ -74,6 +76,9 @@ layers: dev ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
 check: lint types layers test ## all of these
+
+secrets: ## passwords and an API key for docker-compose.yml, as files in ./secrets
+	scripts/secrets.sh
 
 clean: ## remove .venv and all caches of the tools
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -178,7 +178,10 @@ def model_fetch_demo() -> None:
 
 @model_app.command("path", epilog=examples("prelay model path", "prelay model path ./model.gguf"))
 def model_path(
-    model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or hub id; the demo model if absent.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Folder, .gguf file or hub id; the demo model if absent.", envvar="PRELAY_MODEL"),
+    ] = None,
 ) -> None:
     """Print the folder that a model is served from, fetching or converting it if need be."""
     from .model import resolve_with_progress

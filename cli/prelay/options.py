@@ -162,8 +162,8 @@ OPTIONS: dict[str, Option] = {
         Option("log_level", "LEVEL", "debug, info, warning or error.", "info"),
         Option("log_format", "FORM", "text, or json: one object a line, with request, epoch and worker.", "text"),
         Option(
-            "metrics_port", "PORT", "Show the worker's metrics at http://ADDRESS:PORT/metrics, and whether it is ready at"
-            " /health/ready. 0: no.", "0", _WORKERS,
+            "metrics_port", "PORT", "Show the worker's metrics at http://ADDRESS:PORT/metrics, and whether it is ready"
+            " at /health/ready. 0: no.", "0", _WORKERS,
         ),
         Option("metrics_host", "ADDRESS", "Address to show them on.", "127.0.0.1", _WORKERS),
         Option("null_model", "", "A fake model: hashes for tokens.", panel="Tests", is_switch=True, hidden=True),
