@@ -96,10 +96,14 @@ class Service:
         self.told = True
         self.transfers.end()
         for session in list(self.sessions):
-            if session.linger_s:
-                session.hand_on()
-            else:
-                session.abort(CLOSING)
+            self.tell_one(session)
+
+    def tell_one(self, session: Session) -> None:
+        """Tell the client of one request, as soon as it is known whether it will come back."""
+        if session.linger_s:
+            session.hand_on()
+        else:
+            session.abort(CLOSING)
 
     async def stop(self) -> None:
         """Stop in the order in which nothing is lost.

@@ -118,6 +118,7 @@ class _Course:
     _attempts: int = 0  # since anything was heard
     _wait_s: float = 0.0
     _event: dict[str, str] = field(default_factory=dict)
+    _elsewhere: bool = False  # this server has said that it does not go on
 
     @property
     def timeout(self) -> httpx.Timeout:
@@ -127,7 +128,7 @@ class _Course:
         """What to send now: the request, or once it has an id, the wish to go on."""
         base = self.urls[self._attempts % len(self.urls)].rstrip("/").removesuffix("/v1")
         headers = {"prefer": "resumable"} | ({"authorization": f"Bearer {self.api_key}"} if self.api_key else {})
-        self._event = {}
+        self._event, self._elsewhere = {}, False
         if self.request_id is None:
             body = {**self.body, "stream": True}
             return {"method": "POST", "url": f"{base}/{self.path.lstrip('/')}", "json": body} | {
@@ -157,11 +158,12 @@ class _Course:
         if "data" not in event:
             return None
         if event["data"] == "[DONE]":
-            self.done = True
+            self.done = not self._elsewhere
             return None
         chunk: dict[str, Any] = orjson.loads(event["data"])
         if error := chunk.get("error"):
             if error.get("code") == "service_unavailable":  # the process shuts down: ask elsewhere
+                self._elsewhere = True
                 return None
             raise StreamError(str(error.get("message")), code=error.get("code"))
         self.last_id = event.get("id", self.last_id)

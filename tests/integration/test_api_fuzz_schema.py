@@ -83,6 +83,15 @@ def test_every_operation_on_the_page_is_tried(page: schemathesis.BaseSchema) -> 
     assert found == set(OPERATIONS)
 
 
+@pytest.mark.parametrize("operation", [each for each in OPERATIONS if not each[1].startswith(("/admin", "/health"))])
+def test_an_answer_in_json_has_a_schema(page: schemathesis.BaseSchema, operation: tuple[str, str]) -> None:
+    method, path = operation
+    found = page.raw_schema["paths"][path][method.lower()]["responses"]
+    answers = [answer.get("content", {}) for status, answer in found.items() if status.startswith("2")]
+    assert any(answers)
+    assert all(content["application/json"].get("schema") for content in answers if "application/json" in content)
+
+
 def walk(
     page: schemathesis.BaseSchema,
     target: Api,

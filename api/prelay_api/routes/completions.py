@@ -119,7 +119,7 @@ async def _answer(service: Service, session: Session, request: Request, *, strea
     headers = {"x-request-id": session.renderer.id}
     session.linger_s = lingers(request, service.config)
     if service.told:  # between our look and the submit
-        session.abort(CLOSING)
+        service.tell_one(session)
     if stream:
         return EventStream(session, service.config)
     body = await collect(session, request.receive)

@@ -166,6 +166,7 @@ async def file_by_id(request: Request, file_id: str) -> Response:
         206: {"description": "A part of it.", "content": {"application/octet-stream": {}}},
         **_NO_FILE,
     },
+    response_class=Response,
 )
 async def content(request: Request, file_id: str) -> Response:
     """Its bytes as they were sent, or as the batch wrote them. A `Range: bytes=N-` gives those from N on."""

@@ -68,7 +68,7 @@ def _cursor(request: Request) -> Cursor | None:
     return None
 
 
-@router.get("/v1/streams/{request_id}", summary="Go on with a stream", responses=_ANSWERS)
+@router.get("/v1/streams/{request_id}", summary="Go on with a stream", responses=_ANSWERS, response_class=Response)
 async def go_on(request: Request, request_id: str) -> Response:
     """Continue a stream after the frame whose `id:` is sent as Last-Event-ID (or `?from=`), by default from its start.
 

@@ -12,3 +12,18 @@ from prelay.client import _Course
 def test_a_path_is_found_however_it_and_the_url_are_written(url: str, path: str) -> None:
     course = _Course(path, {}, (url,), None, 1.0)
     assert course.request()["url"] == "http://a:1/v1/completions"
+
+
+def test_a_server_that_shuts_down_has_not_ended_the_stream() -> None:
+    """It says [DONE] behind its error, as for every client; the stream goes on elsewhere."""
+    course = _Course("/v1/completions", {}, ("http://a:1",), None, 1.0)
+    course.request()
+    course.request_id = "cmpl-1"
+    for line in ('id: 1-3', 'data: {"choices": []}', "", 'data: {"error": {"code": "service_unavailable"}}', "",
+                 "data: [DONE]", ""):  # fmt: skip
+        course.hear(line)
+    assert not course.done
+    assert course.request()["headers"]["last-event-id"] == "1-3"
+    course.hear("data: [DONE]")
+    course.hear("")
+    assert course.done
