@@ -68,7 +68,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("Age of the oldest", "s", [_now("prelay_queue_oldest_age_seconds", "class", "stage")]),
         Panel("Prompt tokens waiting", "short", [_now("prelay_queue_tokens", "class")], stacked=True),
         Panel("Jobs that are not over", "short", [_now("prelay_jobs", "state")], stacked=True),
-        Panel("Open batches", "short", [("max(prelay_batches_open)", "batches")]),
+        Panel("Open batches", "short", [("max(prelay_batches_open)", "all"), _now("prelay_batches", "state")]),
         Panel("Lines of open batches", "short", [_now("prelay_batch_lines", "state")]),
     ),
     "Workers": (

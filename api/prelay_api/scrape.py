@@ -94,7 +94,7 @@ async def _read_queues(queue: AsyncQueue, figures: Figures) -> None:
             pipe.zcard(index)
         pipe.xlen(keys.dead)
         for batch in batches:
-            pipe.hmget(keys.batch(text(batch)), "total", "done", "failed")
+            pipe.hmget(keys.batch(text(batch)), "lease", "total", "done", "failed")
         for _, _, stream in streams:
             pipe.xlen(stream)
             pipe.xrange(stream, count=1)
@@ -109,7 +109,7 @@ async def _read_queues(queue: AsyncQueue, figures: Figures) -> None:
         figures.add("prelay_jobs", count, state)
     figures.add("prelay_dead_letters", dead)
     figures.add("prelay_batches_open", open_batches)
-    _add_lines(rest[: len(batches)], figures)
+    _add_batches(rest[: len(batches)], now_ms, figures)
     _add_depths(streams, rest[len(batches) :], now_ms, figures)
 
 
@@ -119,12 +119,20 @@ def _streams(keys: Keys, domains: Iterable[str]) -> list[tuple[str, str, str]]:
     return [(stream.rsplit(":", 2)[1], stage, stream) for stage, full in stages for stream in keys.work(full)]
 
 
-def _add_lines(rows: Iterable[Iterable[Any]], figures: Figures) -> None:
-    totals = [0, 0, 0]
+def _add_batches(rows: Iterable[Iterable[Any]], now_ms: int, figures: Figures) -> None:
+    """`rows`: of each batch when its lease ends, and lines in all, served and refused."""
+    running = waiting = total = completed = failed = 0
     for row in rows:
-        totals = [total + int(value or 0) for total, value in zip(totals, row, strict=True)]
-    for state, total in zip(("total", "completed", "failed"), totals, strict=True):
-        figures.add("prelay_batch_lines", total, state)
+        lease_ms, lines, done, refused = (int(value or 0) for value in row)
+        held = lease_ms > now_ms
+        running, waiting = running + held, waiting + (not held)
+        total, completed, failed = total + lines, completed + done, failed + refused
+    for state, count in (("running", running), ("waiting", waiting)):
+        figures.add("prelay_batches", count, state)
+    outstanding = max(0, total - completed - failed)
+    counts = (total, completed, failed, outstanding)
+    for state, count in zip(TABLE["prelay_batch_lines"].labels["state"], counts, strict=True):
+        figures.add("prelay_batch_lines", count, state)
 
 
 def _add_depths(streams: list[tuple[str, str, str]], found: list[Any], now_ms: int, figures: Figures) -> None:

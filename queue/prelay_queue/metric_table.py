@@ -260,7 +260,14 @@ _NOW = (
     ),
     _gauge("prelay_batches_open", _NONE, "Batches that are not over"),
     _gauge(
-        "prelay_batch_lines", {"state": ("total", "completed", "failed")}, "Lines of open batches (of the 100 oldest)"
+        "prelay_batches",
+        {"state": ("running", "waiting")},
+        "Batches that are not over (the 100 oldest), by whether a batch worker holds them",
+    ),
+    _gauge(
+        "prelay_batch_lines",
+        {"state": ("total", "completed", "failed", "outstanding")},
+        "Lines of those, as far as they are counted; outstanding: neither completed nor failed",
     ),
 )
 

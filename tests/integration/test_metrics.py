@@ -152,8 +152,26 @@ def test_open_batches_are_shown_with_their_lines(new_fleet: Fleet) -> None:
     queue.close()
     found = samples(api.url)
     assert total(found, "prelay_batches_open") == 2
-    lines = {state: total(found, "prelay_batch_lines", state=state) for state in ("total", "completed", "failed")}
-    assert lines == {"total": 20, "completed": 7, "failed": 2}
+    states = TABLE["prelay_batch_lines"].labels["state"]
+    lines = {state: total(found, "prelay_batch_lines", state=state) for state in states}
+    assert lines == {"total": 20, "completed": 7, "failed": 2, "outstanding": 11}
+    assert [total(found, "prelay_batches", state=state) for state in ("running", "waiting")] == [2, 0]
+
+
+def test_a_batch_that_nobody_holds_waits(new_fleet: Fleet) -> None:
+    api = new_fleet.api()
+    queue = SyncQueue(new_fleet.queue)
+    batches = BatchScripts(queue.keys)
+    for name in ("batch_1", "batch_2"):
+        queue.run(batches.open(name, b"{}", 60_000))
+    epoch = queue.run(batches.take("batch_1", "me", 60_000)).epoch
+    found = samples(api.url)
+    assert [total(found, "prelay_batches", state=state) for state in ("running", "waiting")] == [1, 1]
+    queue.run(batches.keep("batch_1", epoch, "me", 0, BatchStatus.IN_PROGRESS, BatchProgress(total=3)))
+    queue.close()
+    found = samples(api.url)
+    assert [total(found, "prelay_batches", state=state) for state in ("running", "waiting")] == [0, 2]
+    assert total(found, "prelay_batch_lines", state="outstanding") == 3
 
 
 def test_a_redis_that_is_away_is_a_figure_too(own_server: Server, null_folder: Path) -> None:
