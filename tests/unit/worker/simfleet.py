@@ -186,12 +186,13 @@ class Worker:
 
     def admit(self) -> None:
         while (done := policy.decide(self.rows(), self.holders(), self.room())) is not None:
-            assert policy.begins(self.rows(), self.room()) in (None, getattr(done, "key", None))
+            first = policy.in_order(self.rows())[0]
+            assert not policy.begins(first, self.room()) or done == policy.Begin(first.key)
             if isinstance(done, policy.Begin):
                 self.begin(done.key)
             else:
                 self.make_room(done.keys)
-        assert policy.begins(self.rows(), self.room()) is None
+        assert not any(policy.begins(head, self.room()) for head in policy.in_order(self.rows())[:1])
         self.check_waiting()
 
     def begin(self, name: str) -> None:

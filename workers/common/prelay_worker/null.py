@@ -10,6 +10,7 @@ import hashlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,8 @@ class NullEngine:
         self._block_size = block_size
         self._max_running = max_running
         self._held: dict[str, _Running] = {}
+        self._states: Counter[str] = Counter()  # how many of `_held` are in each
+        self._used = 0  # blocks of all of `_held`
         self._generation = 0
         self.computed_tokens = 0
         self.prefix_queries = self.prefix_hits = 0  # it caches nothing
@@ -100,21 +103,21 @@ class NullEngine:
 
     @property
     def running(self) -> int:
-        return sum(r.state == "decode" for r in self._held.values())
+        return self._states["decode"]
 
     @property
     def waiting(self) -> int:
-        return sum(r.state in ("prefill", "copying") for r in self._held.values())
+        return self._states["prefill"] + self._states["copying"]
 
     @property
     def has_work(self) -> bool:
-        return any(r.state in ("prefill", "decode") for r in self._held.values())
+        return self._states["prefill"] + self._states["decode"] > 0
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
     def _free(self) -> int:
-        return self._total - sum(r.blocks for r in self._held.values())
+        return self._total - self._used
 
     def fits(self, total_tokens: int) -> bool:
         return self._blocks(total_tokens) <= self._total
@@ -135,7 +138,20 @@ class NullEngine:
             tokens = len(sequence.prompt_ids) + sequence.sampling.max_tokens
         assert self.room(tokens), "the worker asks for room first"
         self._generation += 1
-        self._held[sequence.key] = _Running(sequence, self._blocks(tokens), state, generations=[self._generation])
+        blocks = self._blocks(tokens)
+        self._held[sequence.key] = _Running(sequence, blocks, state, generations=[self._generation])
+        self._states[state] += 1
+        self._used += blocks
+
+    def _enter(self, running: _Running, state: str) -> None:
+        self._states[running.state] -= 1
+        self._states[state] += 1
+        running.state = state
+
+    def _let_go(self, key: str) -> None:
+        running = self._held.pop(key)
+        self._states[running.state] -= 1
+        self._used -= running.blocks
 
     def add(self, sequence: Sequence) -> None:
         self._take(sequence, "prefill")
@@ -144,7 +160,7 @@ class NullEngine:
         self._take(sequence, "copying")
 
     def join(self, key: str) -> None:
-        self._held[key].state = "decode"
+        self._enter(self._held[key], "decode")
 
     def drop(self, key: str) -> bool:
         running = self._held.get(key)
@@ -153,16 +169,17 @@ class NullEngine:
         if running.state == "copying":
             running.dropped = True
         else:
-            del self._held[key]
+            self._let_go(key)
         return True
 
     def copied(self, key: str) -> None:
         running = self._held.get(key)
         if running is not None and running.dropped:
-            del self._held[key]
+            self._let_go(key)
 
     def release(self, key: str) -> None:
-        self._held.pop(key, None)
+        if key in self._held:
+            self._let_go(key)
 
     def generation(self, key: str) -> int:
         return self._held[key].generations[0]
@@ -206,10 +223,12 @@ class NullEngine:
             victims = [r for r in self._held.values() if r.state == "decode" and not r.sequence.reserved]
             victim = max(victims, key=lambda r: (r.sequence.priority, r.sequence.arrival_ms, r.sequence.key))
             evicted.append(victim.sequence.key)
-            del self._held[victim.sequence.key]
+            self._let_go(victim.sequence.key)
             if victim is running:
                 return False
-        running.blocks = max(running.blocks, need)
+        more = max(0, need - running.blocks)
+        running.blocks += more
+        self._used += more
         return True
 
     def _sample(self, running: _Running) -> NewToken:
@@ -227,12 +246,12 @@ class NullEngine:
 
     def _settle(self, running: _Running, new: NewToken, held: list[str]) -> None:
         if new.finish is not None:
-            del self._held[new.key]
+            self._let_go(new.key)
         elif running.sequence.hand_over:
-            running.state = "held"
+            self._enter(running, "held")
             held.append(new.key)
         else:
-            running.state = "decode"
+            self._enter(running, "decode")
 
 
 class NullTransport(Transport):

@@ -133,12 +133,10 @@ def decide(heads: Iterable[Head], holders: Sequence[Holder], room: Room) -> Begi
     return Evict(victims) if victims else None
 
 
-def begins(heads: Iterable[Head], room: Room) -> str | None:
-    """What `decide` begins next where nothing that runs need be looked at for it; None: ask `decide`."""
-    first = next(iter(in_order(heads)), None)
-    if first is None or room.closed or first.alone or (first.reserved and first.urgency > 0):
-        return None
-    return first.key if first.needs <= room.blocks and room.slots else None
+def begins(first: Head, room: Room) -> bool:
+    """Whether `decide` begins the first head, whatever runs. False: it has to look."""
+    asks = first.alone or (first.reserved and first.urgency > 0)
+    return not (asks or room.closed) and first.needs <= room.blocks and room.slots > 0
 
 
 def opening(heads: Iterable[Head], holders: Iterable[Holder], room: Room) -> Opening:

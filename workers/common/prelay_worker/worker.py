@@ -19,6 +19,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import orjson
 
@@ -232,10 +233,8 @@ class Worker(ABC):
 
     def _admit_heads(self) -> None:
         """Carry out what the policy decides, until there is nothing more to do."""
+        self._begin_what_fits()
         while self._heads:
-            if (key := policy.begins(self._heads.rows(), self._room())) is not None:  # no look at hundreds that run
-                self._begin(*self._heads.pop(key))
-                continue
             holders = [self._holder(attempt) for attempt in self.attempts.values()]
             match policy.decide(self._heads.rows(), holders, self._room()):
                 case policy.Begin(key):
@@ -245,6 +244,17 @@ class Worker(ABC):
                         self._make_room(self.attempts[key])
                 case None:
                     return
+
+    def _begin_what_fits(self) -> None:
+        """The heads in order, as long as nobody need look at what runs for it: hundreds may come at once, to hundreds."""
+        if not self._heads:
+            return
+        room = self._room()
+        for head in policy.in_order(self._heads.rows()):
+            if not policy.begins(head, room):
+                return
+            self._begin(*self._heads.pop(head.key))
+            room = replace(room, blocks=self.engine.spare, slots=self._slots())
 
     def _begin(self, claim: Claim, urgency: int) -> None:
         attempt = Attempt(claim, len(claim.ids), urgency, self._needs(claim) if self.reserved(claim) else 0)
@@ -289,10 +299,12 @@ class Worker(ABC):
         return attempt.holder(self.engine.gives(attempt.key), self.config.max_preemptions)
 
     def _room(self) -> policy.Room:
-        # A held sequence, waiting to be copied away, takes blocks but no slot.
-        slots = max(0, self.config.max_running - self.engine.running - self.engine.waiting)
         closed = self._draining or self._runs_alone()
-        return policy.Room(self.engine.spare, slots, self.config.kv_blocks, closed)
+        return policy.Room(self.engine.spare, self._slots(), self.config.kv_blocks, closed)
+
+    def _slots(self) -> int:
+        # A held sequence, waiting to be copied away, takes blocks but no slot.
+        return max(0, self.config.max_running - self.engine.running - self.engine.waiting)
 
     def _opening(self, room: policy.Room) -> policy.Opening:
         evictable = (a for a in self.attempts.values() if a.urgency >= policy.EVICTABLE)

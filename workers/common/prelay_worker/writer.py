@@ -323,15 +323,16 @@ class Writer:
 def _group(batch: list[Write]) -> list[list[Write]]:
     """Put consecutive plain emissions into one group, joining those that continue each other; keep the order."""
     groups: list[list[Write]] = []
+    places: dict[str, int] = {}  # of each attempt in the last group
     for write in batch:
-        last = groups[-1] if groups else None
-        if last is None or not _plain(write) or not _plain(last[0]):
-            groups.append([write])
-            continue
-        for i, other in enumerate(last):
-            if isinstance(write, Tokens) and isinstance(other, Tokens) and other.key == write.key:
-                last[i] = _joined(other, write)
-                break
+        if not groups or not _plain(write) or not _plain(groups[-1][0]):
+            groups.append([])
+            places.clear()
+        last = groups[-1]
+        place = places.setdefault(write.key, len(last))
+        before = last[place] if place < len(last) else None
+        if isinstance(write, Tokens) and isinstance(before, Tokens):
+            last[place] = _joined(before, write)
         else:
             last.append(write)
     return groups
