@@ -19,6 +19,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from .http10 import until_the_close
 from .outcome import Failure
 
 #: A request's line and headers together, bytes; the trailers of a chunked body count on their own.
@@ -167,6 +168,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._serving = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = until_the_close(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:

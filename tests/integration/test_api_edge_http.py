@@ -234,6 +234,31 @@ def test_a_client_that_asks_first_with_too_large_a_body_need_not_send_it(quiet_a
     assert (answer.status, answer.error["code"]) == (413, "request_too_large")
 
 
+def test_a_stream_for_http_1_0_has_no_chunks_and_ends_with_the_connection(
+    quiet_api: Api, scripted: ScriptedWorker
+) -> None:
+    asked = post(COMPLETIONS, completion(stream=True)).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+    with Connection(quiet_api.url) as connection:
+        connection.send(asked)
+        claim = scripted.take()
+        scripted.emit(claim, 0, [1])
+        connection.until(b"data: ")
+        scripted.finish(claim, 1, [2])
+        connection.closed_after()
+        head, _, body = connection.unread.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    lines = [line for line in body.split(b"\n") if line]
+    assert lines[-1] == b"data: [DONE]"
+    assert all(line.startswith((b"id: ", b"data: ", b": ")) for line in lines), lines
+
+
+def test_an_answer_of_a_known_length_is_the_same_for_http_1_0(quiet_api: Api) -> None:
+    answer = ask(quiet_api.url, get("/v1/models").replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+    assert (answer.status, answer.headers["connection"]) == (200, "close")
+    assert json.loads(answer.body) == http.get(f"{quiet_api.url}/v1/models").json()
+
+
 def test_pipelined_requests_are_answered_in_order(quiet_api: Api) -> None:
     count = MAX_PIPELINED + 5
     with Connection(quiet_api.url) as connection:
