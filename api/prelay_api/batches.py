@@ -6,9 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from prelay_files import keys
 from prelay_files.errors import FileMissing, FilesError
 from prelay_files.folder import BatchFolder
 from prelay_files.ids import is_batch_id, new_batch_id
@@ -18,17 +20,20 @@ from prelay_queue.batch_end import end_of, state_of
 from prelay_queue.batch_jobs import BatchJobs
 from prelay_queue.batches import BatchScripts, BatchState, BatchStatus
 from prelay_queue.client import AsyncQueue
-from prelay_queue.errors import QueueError, QueueUnavailable
+from prelay_queue.errors import QueueError, QueueUnavailable, SentBefore
 from prelay_queue.identity import incarnation
 from prelay_text.errors import RequestError
 
 from .batch_order import BatchOrder
+from .idempotency import Resend
 from .threads import in_thread
 
 log = logging.getLogger("prelay.batches")
 
 #: What stands on disk and not in Redis for less than this may just be opened by the process that wrote it, seconds.
 OPENING_S = 30.0
+#: So long is waited for one who makes a batch under the same key, seconds.
+KEY_WAIT_S = 15.0
 _END_LEASE_MS = 5_000
 
 
@@ -43,7 +48,27 @@ class Batches:
         self._scripts = BatchScripts(queue.keys)
         self._jobs = BatchJobs(jobs_url or queue.settings.url, self._fleet)
 
-    async def create(self, order: BatchOrder) -> tuple[BatchRecord, BatchState | None]:
+    async def create_once(self, order: BatchOrder, resend: Resend) -> tuple[BatchRecord, BatchState | None]:
+        """The batch that was made of this request before, or a new one. As `create`; raise SentBefore, too.
+
+        The key is noted before the batch is there: who dies in between leaves a note of no batch, which counts for
+        nothing.
+        """
+        note = await self._note_of(resend.sent.key)
+        try:
+            if time.time() - note.noted_at < resend.within_s:
+                with suppress(FileMissing):
+                    found = await self.find(note.batch_id)
+                    if note.digest != resend.sent.digest:
+                        raise SentBefore(note.batch_id, same=False)
+                    return found
+            batch_id = new_batch_id()
+            await in_thread(lambda: note.write(batch_id, resend.sent.digest))
+            return await self.create(order, batch_id)
+        finally:
+            note.close()
+
+    async def create(self, order: BatchOrder, batch_id: str = "") -> tuple[BatchRecord, BatchState | None]:
         """1 the record on disk, 2 the state in Redis, 3 a job for a batch worker. Raise RequestError, QueueFull.
 
         When Redis refuses at 2, or does not say whether it took it, the record goes again: what the client was told has
@@ -53,7 +78,7 @@ class Batches:
         file = await in_thread(lambda: self._input(order.input_file_id))
         now = int(time.time())
         record = BatchRecord(
-            id=new_batch_id(),
+            id=batch_id or new_batch_id(),
             endpoint=order.endpoint,
             input_file_id=file,
             completion_window_s=order.window_s,
@@ -141,6 +166,7 @@ class Batches:
         """Remove what processes left half made that died."""
         for name in await in_thread(lambda: [*self.files.sweep(), *BatchFolder.sweep(self.root)]):
             log.info("%s was left by a process that died, and is removed", name)
+        await in_thread(lambda: keys.sweep(self.root))
 
     def is_mine(self, record: BatchRecord) -> bool:
         """Whether this fleet runs it."""
@@ -189,6 +215,16 @@ class Batches:
             end = self._scripts.end(batch_id, taken.epoch, owner, BatchStatus.EXPIRED, state.progress)
             code = await self._queue.run(end)
             log.warning("batch %s has no record on disk and expired: %s", batch_id, code)
+
+    async def _note_of(self, key: str) -> keys.KeyNote:
+        """What the key stands for; only ours until it is closed. Raise RequestError."""
+        until = time.monotonic() + KEY_WAIT_S
+        while (note := await in_thread(lambda: keys.KeyNote.take(self.root, key))) is None:
+            if time.monotonic() > until:
+                message = "the same request, under the same Idempotency-Key, is being worked on: ask again"
+                raise RequestError(message, param="Idempotency-Key", code="idempotency_key_in_use", status=409)
+            await asyncio.sleep(0.02)
+        return note
 
     def _has_record(self, batch_id: str) -> bool:
         return is_batch_id(batch_id) and BatchFolder(self.root, batch_id).asked_at() > 0

@@ -10,10 +10,12 @@ from starlette.responses import Response
 from prelay_files.ids import is_batch_id
 from prelay_files.record import BatchRecord
 from prelay_queue.batches import BatchState, BatchStatus
+from prelay_queue.errors import SentBefore
 
 from ..batch_object import batch_object, page_of
 from ..batch_order import batch_order, order_schema
 from ..body import read_json
+from ..idempotency import another_body, resent
 from ..outcome import CLOSING, Failure
 from ..page_query import read_query, that_is, whole
 from ..replies import failed, json_reply
@@ -70,7 +72,11 @@ _EXAMPLE = {
 @router.post(
     "/v1/batches",
     summary="Run a file of requests",
-    responses=answers(_BATCH),
+    responses={
+        **answers(_BATCH),
+        409: {"description": "It is being sent at this moment, under the same key."},
+        422: {"description": "The Idempotency-Key was sent before with another body."},
+    },
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -82,15 +88,20 @@ async def create(request: Request) -> Response:
     """Its lines run in the class `batch`, which gives way to all others, and are kept through any crash.
 
     What is not done when the `completion_window` ends is in the error file as `batch_expired`. 503: it was not taken,
-    and will not run.
+    and will not run. Sent again under the same Idempotency-Key, or by an official client by itself, it is the same
+    batch.
     """
     service = service_of(request)
     if service.closing:
         return failed(CLOSING)
     batches = service.batches
     body, _ = await read_json(request, service.config.max_body_bytes)
+    order = batch_order(body)
     service.memory.check()
-    record, state = await batches.create(batch_order(body))
+    try:
+        record, state = await batches.create_once(order, resent(request, body))
+    except SentBefore as before:
+        return failed(another_body(f"batch {before.request_id}"))
     return json_reply(_shown(service, record, state))
 
 

@@ -104,7 +104,7 @@ async def _serve(request: Request, read: Callable[[object], CompletionRequest | 
 async def _answer_again(service: Service, before: SentBefore, request: Request, *, stream: bool) -> Response:
     """Join the request that was sent before under the same key, or give its stored answer."""
     if not before.same:
-        return failed(another_body(before.request_id))
+        return failed(another_body(f"request {before.request_id}"))
     session = await service.resume(before.request_id, None)
     if isinstance(session, Failure):  # it was forgotten just now
         return failed(session)
