@@ -6,6 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from redis.exceptions import RedisError
+
+from prelay_queue.client import AsyncQueue, translate
 from prelay_queue.events import LogView
 from prelay_queue.job import JobSpec
 from prelay_queue.log import read_logs
@@ -137,6 +140,8 @@ async def _go_on(
 async def _attach(links: Links, request_id: str, attachment: str) -> list[Attached] | None:
     """Watch all choices of a request; None when one is unknown, or is nobody's to watch."""
     queue, choices, whole = links.hub.queue, 1, False
+    if not await _is_shown(queue, f"{request_id}/0"):
+        return None
     try:
         first = await queue.run(queue.scripts.attach(f"{request_id}/0", attachment))
         if first is None:
@@ -150,6 +155,14 @@ async def _attach(links: Links, request_id: str, attachment: str) -> list[Attach
     finally:
         if not whole:  # a call whose answer was lost may have attached us all the same
             _detach(links, request_id, attachment, choices)
+
+
+async def _is_shown(queue: AsyncQueue, job: str) -> bool:
+    """Whether the job is there and has a form. To watch one that has none (a batch's) and to leave would end it."""
+    try:
+        return bool(await queue.redis.hstrlen(queue.keys.job(job), "vw"))
+    except RedisError as error:
+        raise translate(error) from None
 
 
 def _work(attached: Attached, attachment: str) -> tuple[Form, NewJob | None]:

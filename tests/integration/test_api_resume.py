@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from prelay_queue.job import JobSpec, Priority, Sampling
+from prelay_queue.scripts import NewJob
 from prelay_queue.state import State
 from prelay_worker.config import NullModel, Role
 from tests.bed.chain import Listener, check_chain, check_stream, expected_chain, stream, usage
@@ -173,6 +175,22 @@ async def test_a_stream_that_is_not_known_is_not_begun_anew(quiet_api: Api) -> N
         assert status == 404
         assert error is not None
         assert error["code"] == "stream_not_found"
+
+
+async def test_a_job_that_is_nobody_s_to_watch_is_not_ended_by_who_tries(
+    quiet_api: Api, scripted: ScriptedWorker
+) -> None:
+    job = NewJob(JobSpec("batch_1-0-0/0", (1,), Sampling(9), Priority.BATCH))  # a batch's, and its runner is dead
+    scripted.queue.run(scripted.queue.scripts.submit([job]))
+    claim = await asyncio.to_thread(scripted.take)
+    async with client_of(quiet_api.url) as client:
+        assert (await get_part(client, "batch_1-0-0")).status == 404
+        # What a try had left behind would be taken back before the next request of this process is answered.
+        asking = asyncio.create_task(stream(client, COMPLETIONS, body([1], max_tokens=3)))
+        scripted.finish(await asyncio.to_thread(scripted.take), 0, [5])
+        await asking
+    assert scripted.state(claim.id)["st"] == State.DECODE
+    scripted.finish(claim, 0, [7])
 
 
 async def test_a_stream_that_is_not_kept_any_longer_is_gone(quiet_api: Api, scripted: ScriptedWorker) -> None:
