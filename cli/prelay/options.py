@@ -80,6 +80,10 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("device", "DEVICE", "What workers compute on: cpu; cuda is not built yet.", "cpu", _WORKERS),
         Option("dtype", "TYPE", "auto, float32 or bfloat16.", "auto: bfloat16 where the CPU has it", _MODEL),
+        Option(
+            "kernels", "KIND", "auto, native or torch. native: C++ that is compiled for this CPU at the first start.",
+            "auto: native where there is a C++ compiler", _WORKERS,
+        ),
         Option("max_model_len", "TOKENS", "Longest prompt plus answer.", "the model's context", _MODEL),
         Option("prefill", "N", "Number of prefill workers.", "1, or 0 with --unified", _WORKERS),
         Option("decode", "N", "Number of decode workers.", "1, or 0 with --unified", _WORKERS),
@@ -176,8 +180,8 @@ OPTIONS: dict[str, Option] = {
 
 _NULL = ("null_model", "null_divergent", "null_step_ms", "null_prefill_ms", "null_vocab")
 _RUN = (
-    "device", "dtype", "max_model_len", "block_size", "max_running", "prefill_chunk", "prefix_cache", "max_preemptions",
-    "patience_s", "threads", "metrics_port", "metrics_host", *_NULL,
+    "device", "dtype", "kernels", "max_model_len", "block_size", "max_running", "prefill_chunk", "prefix_cache",
+    "max_preemptions", "patience_s", "threads", "metrics_port", "metrics_host", *_NULL,
 )  # fmt: skip
 _COMMON = ("redis_url", "redis_password_file", "model", "log_level", "log_format")
 API = (

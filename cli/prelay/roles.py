@@ -101,6 +101,7 @@ def run_worker(role: str, settings: Settings) -> int:
         kv_blocks=mine.prefill_kv_blocks if role == "prefill" else mine.kv_blocks,
         block_size=settings.block_size,
         dtype=settings.dtype,
+        kernels=settings.kernels,
         max_running=settings.max_running,
         prefill_chunk=settings.prefill_chunk,
         max_model_len=settings.max_model_len,

@@ -98,6 +98,7 @@ class Settings(BaseSettings):
     served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kernels: Literal["auto", "native", "torch"] = "auto"
     max_model_len: Annotated[int, Field(ge=2, le=1 << 24)] | None = None
     prefill: Count | None = None
     decode: Count | None = None

@@ -28,6 +28,7 @@ class Plan:
 
     model: Path
     dtype: str = "auto"
+    kernels: str = "auto"
     threads: int = 1
     batches: Sequence[int] = (1, 8, 32)
     prompt: int = 128
@@ -41,8 +42,8 @@ class Plan:
 
     def settings(self, model: Path) -> dict[str, Any]:
         """Those of EngineConfig, as JSON can carry them."""
-        chosen = {"dtype": self.dtype, "threads": self.threads, "prefill_chunk": self.prefill_chunk}
-        return {"model": str(model)} | chosen
+        chosen = {"dtype": self.dtype, "kernels": self.kernels, "threads": self.threads}
+        return {"model": str(model), "prefill_chunk": self.prefill_chunk} | chosen
 
 
 def run(plan: Plan, wanted: Wanted, notes: Sequence[str]) -> int:
@@ -119,12 +120,12 @@ def _listen(process: subprocess.Popen[str], data: dict[str, Any], tell: Tell) ->
 
 
 def _of_first(loads: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {name: loads[0][name] for name in ("model", "dtype", "exact", "exactness")} if loads else {}
+    return {name: loads[0][name] for name in ("model", "dtype", "kernels", "exact", "exactness")} if loads else {}
 
 
 def _title(data: dict[str, Any]) -> str:
     about = data["engine"]
-    words = [f"{name} {about[name]}" for name in ("dtype", "threads", "exact") if name in about]
+    words = [f"{name} {about[name]}" for name in ("dtype", "kernels", "threads", "exact") if name in about]
     return ", ".join([f"prelay bench engine: {about.get('model', 'not loaded')}", *words])
 
 

@@ -66,6 +66,7 @@ def measure_load(config: EngineConfig, *, cold: bool = False) -> tuple[Model, di
         "model": config.model.name,
         "classes": type(model.net).__name__,
         "dtype": str(model.geometry.dtype).removeprefix("torch."),
+        "kernels": model.how,
         "exact": model.exact,
         "exactness": model.exactness,
         "files_bytes": _files_bytes(config.model),

@@ -78,11 +78,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> MakeFolder:
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny_folder: MakeFolder) -> LoadModel:
-    """dtype → a loaded tiny Llama, one of each."""
+    """dtype, kernels → a loaded tiny Llama, one of each."""
 
     @cache
-    def load(dtype: str = "float32") -> Model:
-        return loading.load(EngineConfig(model=tiny_folder("llama"), dtype=dtype))  # type: ignore[arg-type]
+    def load(dtype: str = "float32", kernels: str = "native") -> Model:
+        config = EngineConfig(model=tiny_folder("llama"), dtype=dtype, kernels=kernels)  # type: ignore[arg-type]
+        return loading.load(config)
 
     return load
 

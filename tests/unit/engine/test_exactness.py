@@ -21,16 +21,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def loaded(folder: Path, dtype: str) -> Model:
-    return loading.load(EngineConfig(model=folder, dtype=dtype))  # type: ignore[arg-type]
+def loaded(folder: Path, dtype: str, kernels: str) -> Model:
+    return loading.load(EngineConfig(model=folder, dtype=dtype, kernels=kernels))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
-def test_a_job_cut_anywhere_is_its_undisturbed_run(folder: Path, dtype: str, greedy: bool, count: int) -> None:
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_job_cut_anywhere_is_its_undisturbed_run(
+    folder: Path, dtype: str, greedy: bool, count: int, kernels: str
+) -> None:
     """Ids, log-probabilities, text and end; with stop strings, characters of two tokens, prefix hits, any chunks."""
-    met = check_jobs(loaded(folder, dtype), Tokenizer.load(folder), seed=5, count=count, greedy=greedy)
+    met = check_jobs(loaded(folder, dtype, kernels), Tokenizer.load(folder), seed=5, count=count, greedy=greedy)
     assert met["cuts"] > 30
     for what in ("inside a character", "inside a stop string", "tokens discarded", "hits", "stop", "length"):
         assert met[what] > 2, met

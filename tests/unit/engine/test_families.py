@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prelay_engine.attention import Span
-from prelay_engine.config import EngineConfig
+from prelay_engine.config import EngineConfig, KernelsChoice
 from prelay_engine.contiguous import ContiguousKv
 from prelay_engine.engine import Engine
 from prelay_engine.errors import NoRoom
@@ -155,11 +155,21 @@ QUICK = {"llama", "mistral", "qwen2, yarn", "gemma 2", "gemma 3", "gpt-oss", "qw
 FAMILY_PARAMETERS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
+#: With native kernels, and as slow tests with torch alone.
+KERNELS = ["native", pytest.param("torch", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> KernelsChoice:
+    found: KernelsChoice = request.param
+    return found
+
+
 @pytest.fixture(scope="module", params=FAMILY_PARAMETERS)
-def case(request: pytest.FixtureRequest, tiny_folder: MakeFolder) -> Case:
+def case(request: pytest.FixtureRequest, tiny_folder: MakeFolder, kernels: KernelsChoice) -> Case:
     kind, changes = FAMILIES[request.param]
     folder = tiny_folder(kind, **changes)
-    model = load(EngineConfig(model=folder, dtype="float32"))
+    model = load(EngineConfig(model=folder, dtype="float32", kernels=kernels))
     return Case(model, folder, computed(model, contiguous(model)))
 
 
@@ -228,10 +238,12 @@ def test_prefilling_again_after_a_preemption_goes_on_with_the_same_bits(case: Ca
 
 
 @pytest.mark.parametrize("family", FAMILY_PARAMETERS)
-def test_in_bfloat16_bits_do_not_depend_on_the_cuts_either(family: str, tiny_folder: MakeFolder) -> None:
+def test_in_bfloat16_bits_do_not_depend_on_the_cuts_either(
+    family: str, tiny_folder: MakeFolder, kernels: KernelsChoice
+) -> None:
     kind, changes = FAMILIES[family]
     folder = tiny_folder(kind, **changes)
-    model = load(EngineConfig(model=folder, dtype="bfloat16"))
+    model = load(EngineConfig(model=folder, dtype="bfloat16", kernels=kernels))
     assert model.exact, model.exactness
     whole = computed(model, contiguous(model))
     assert torch.equal(whole, computed(model, contiguous(model), 63, 64, 100, 101, 149))

@@ -235,16 +235,30 @@ def test_the_layout_hash_follows_what_blocks_mean(tiny_folder: MakeFolder, tiny_
     assert len(different | {hotter.layout_hash(16)}) == 4
 
 
-def test_the_numerics_hash_follows_dtype_threads_and_exactness(tiny_model: LoadModel) -> None:
-    model = tiny_model("float32")
+def test_the_numerics_hash_follows_kernels_dtype_threads_and_exactness(tiny_model: LoadModel) -> None:
+    model = tiny_model("float32", "torch")
     before = model.numerics_hash()
-    assert before == model.numerics_hash() != tiny_model("bfloat16").numerics_hash()
+    assert before == model.numerics_hash() != tiny_model("bfloat16", "torch").numerics_hash()
+    assert before != tiny_model("float32").numerics_hash()
     model.threads = 2
     with_threads = model.numerics_hash()
     model.threads, model.exact = 1, False
     inexact = model.numerics_hash()
     model.exact = True
     assert len({before, with_threads, inexact}) == 3
+
+
+def test_the_bits_of_fused_layers_follow_no_number_of_threads(tiny_folder: MakeFolder) -> None:
+    one, three = (load(EngineConfig(model=tiny_folder("llama"), threads=n, kernels="native")) for n in (1, 3))
+    assert one.how == "native kernels, fused layers"
+    assert one.numerics_hash() == three.numerics_hash()
+    spans = [Span("a", 0, len(IDS))]
+    found = []
+    for model in (one, three):
+        store = contiguous(model)
+        store.open("a", len(IDS), len(IDS))
+        found.append(model.forward(store, spans, IDS, list(range(len(IDS)))))
+    assert torch.equal(*found)
 
 
 # RoPE that follows the longest position of a batch

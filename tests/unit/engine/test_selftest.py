@@ -26,12 +26,12 @@ def test_it_finds_a_linear_that_sums_a_small_batch_in_another_order(
 ) -> None:
     real = linear.pack
 
-    def careless(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Kernel:
+    def careless(weight: torch.Tensor, bias: torch.Tensor | None, _: object = None) -> linear.Kernel:
         kernel, flipped = real(weight, bias), real(weight.flip(1), bias)
         return lambda x: kernel(x) if x.shape[1] > 4 else flipped(x.flip(-1))
 
     monkeypatch.setattr(linear, "pack", careless)
-    model = load(EngineConfig(model=tiny_folder("llama"), dtype="float32"))
+    model = load(EngineConfig(model=tiny_folder("llama"), dtype="float32", kernels="torch"))
     assert not model.exact
     assert "linear 48→80" in model.exactness
 
@@ -40,7 +40,7 @@ def test_it_finds_an_activation_with_a_remainder_of_its_own(
     tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rowwise, "_ACTIVATIONS", ())
-    model = load(EngineConfig(model=tiny_folder("llama"), dtype="float32"))
+    model = load(EngineConfig(model=tiny_folder("llama"), dtype="float32", kernels="torch"))
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         assert not model.exact
         assert "activation" in model.exactness
@@ -60,7 +60,7 @@ def test_it_finds_attention_over_keys_up_to_the_row_instead_of_to_the_end_of_its
         return real(query, keys, values, attn_mask=attn_mask, scale=scale)
 
     monkeypatch.setattr(attention, "scaled_dot_product_attention", trimmed)
-    assert "attention" in run_selftest(tiny_model("float32")).text
+    assert "attention" in run_selftest(tiny_model("float32", "torch")).text
 
 
 def test_it_finds_attention_whose_folded_rows_are_not_filled_up_to_four(
@@ -73,7 +73,7 @@ def test_it_finds_attention_whose_folded_rows_are_not_filled_up_to_four(
 
     monkeypatch.setattr(attention, "pad", lambda x, _sizes: x)
     monkeypatch.setattr(masks.Masks, "rows", unfilled)
-    assert "attention" in run_selftest(tiny_model("float32")).text
+    assert "attention" in run_selftest(tiny_model("float32", "torch")).text
 
 
 def test_weights_in_a_module_of_unknown_kind_forbid_a_promise(tiny_model: LoadModel) -> None:
@@ -93,7 +93,7 @@ CAPPED = {"attn_logit_softcapping": 5.0, "sliding_window": 40, "query_pre_attn_s
 def test_it_finds_capped_scores_whose_product_has_the_shape_of_the_chunk(
     tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load(EngineConfig(model=tiny_folder("gemma2", **CAPPED), dtype="float32")).exact
+    assert load(EngineConfig(model=tiny_folder("gemma2", **CAPPED), dtype="float32", kernels="torch")).exact
     real = kernels.capped
 
     def careless(query: torch.Tensor, *given: Any) -> kernels.Output:
@@ -102,7 +102,7 @@ def test_it_finds_capped_scores_whose_product_has_the_shape_of_the_chunk(
         return out * (1 + 1e-6 * empty.sum()), log_sum  # what other rows are there shows in the result
 
     monkeypatch.setattr(kernels, "capped", careless)
-    model = load(EngineConfig(model=tiny_folder("gemma2", **CAPPED), dtype="float32"))
+    model = load(EngineConfig(model=tiny_folder("gemma2", **CAPPED), dtype="float32", kernels="torch"))
     assert not model.exact
     assert "attention (window 40, cap 5)" in model.exactness
 

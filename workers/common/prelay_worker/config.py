@@ -42,6 +42,7 @@ class WorkerConfig:
     kv_blocks: int
     block_size: int = 16
     dtype: str = "auto"
+    kernels: str = "auto"
     max_running: int = 32
     prefill_chunk: int = 256
     max_model_len: int | None = None

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from prelay_engine.blocks import BlockPool
-from prelay_engine.config import DType, EngineConfig
+from prelay_engine.config import DType, EngineConfig, KernelsChoice
 from prelay_engine.contiguous import ContiguousKv
 from prelay_engine.engine import Engine
 from prelay_engine.errors import EngineError
@@ -114,10 +114,11 @@ def _build(config: WorkerConfig, worker: str) -> Backend:
         prefill_chunk=config.prefill_chunk,
         max_model_len=config.max_model_len,
         threads=config.threads,
+        kernels=cast(KernelsChoice, config.kernels),
     )
     torch.set_num_interop_threads(1)
     model = load(engine_config)
-    log.info("%r: %s", model, model.exactness)
+    log.info("%r: %s; %s", model, model.how, model.exactness)
     if config.role is Role.PREFILL:
         engine, transport = _prefill(config, engine_config, model, worker)
     else:
@@ -125,6 +126,7 @@ def _build(config: WorkerConfig, worker: str) -> Backend:
     detail = {
         "dtype": str(model.geometry.dtype).removeprefix("torch."),
         "exact": str(model.exact).lower(),
+        "kernels": model.how,
         "layout": model.layout_hash(config.block_size),
         "numerics": model.numerics_hash(),
     }

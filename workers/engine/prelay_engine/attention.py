@@ -23,6 +23,7 @@ from . import kernels
 from .config import POSITION_BLOCK
 from .kv import Cursor, KvStore
 from .masks import MaskCache, Masks, key_range
+from .native.lib import Kernels, Spans
 
 #: Folded rows that a tile of capped scores has at least: fewer waste the kernel, more waste a decoding row.
 _TILE_ROWS = 8
@@ -72,12 +73,14 @@ class Batch:
     It travels through the model's forward to every attention layer, which calls `attend`.
     """
 
-    def __init__(self, store: KvStore, spans: Sequence[Span], masks: MaskCache) -> None:
+    def __init__(self, store: KvStore, spans: Sequence[Span], masks: MaskCache, kernels: Kernels | None = None) -> None:
         self.spans = tuple(spans)
         self.rows = sum(span.length for span in spans)
         self._store = store
         self._masks = masks
         self._work: dict[tuple[int | None, bool], _Work] = {}
+        self._kernels = kernels
+        self._places = None if kernels is None else Spans([(s.start, s.length, store.place(s.key)) for s in spans])
 
     def attend(
         self,
@@ -93,6 +96,11 @@ class Batch:
         `sinks` [head] are scores of one more key of no value. Rows beyond the batch's own are padding and come
         back as zeros.
         """
+        if self._kernels is not None and self._places is not None:
+            return self._kernels.attend(
+                self._places, layer, *(_dense(x[0]) for x in (query, key, value)), scale=form.scale, window=form.window,
+                softcap=form.softcap, sinks=None if sinks is None else sinks.float(),
+            ).unsqueeze(0)  # fmt: skip
         heads, rows, dim = query.shape[1:]
         kv_heads = key.shape[1]
         group = heads // kv_heads
@@ -126,6 +134,10 @@ class Batch:
                 work.chunks.append((cursor, slice(row, row + span.length), pieces))
             row += span.length
         return work
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _tile(group: int) -> int:

@@ -25,6 +25,9 @@ from .geometry import Geometry
 PROBE = "prelay_probe"
 SERVE = "prelay"
 
+#: What the probe computes: tokens that every vocabulary has, some of them twice.
+PROBE_IDS = (0, 1, 2, 3, 4, 2, 1, 3, 4, 0, 1)
+
 #: Keyword arguments of attention functions that change the result and that we do not honour.
 _REFUSED = {
     "position_bias": "an attention bias",
@@ -63,6 +66,7 @@ class Probe:
 
     layers: dict[int, Layer] = field(default_factory=dict)
     masks: list[Callable[..., Any]] = field(default_factory=list)
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # of PROBE_IDS, [rows, vocabulary]
 
     def geometry(self, layers: int, dtype: torch.dtype) -> Geometry:
         """The KV geometry, if all `layers` came by and agree; else ModelError."""
@@ -183,8 +187,8 @@ def run_probe(net: torch.nn.Module) -> Probe:
     token = _PROBE.set(probe)
     try:
         with torch.inference_mode():
-            ids = torch.arange(5).unsqueeze(0)
-            net(input_ids=ids, position_ids=ids, use_cache=False)
+            ids, positions = torch.tensor([PROBE_IDS]), torch.arange(len(PROBE_IDS)).unsqueeze(0)
+            probe.logits = net(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
     finally:
         _PROBE.reset(token)
     return probe

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 from .errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16"]
+#: What computes: C++ compiled for this CPU at the first start, or torch. auto: C++ where there is a compiler.
+KernelsChoice = Literal["auto", "native", "torch"]
 
 #: Positions. A row's keys are padded to the end of its own block of this many positions, so that the
 #: padding never depends on neighbours or chunks (see `attention.py`). Fixed: it is part of the numerics.
@@ -27,11 +29,14 @@ class EngineConfig:
     max_running: int = 32  # sequences that are prefilled, copied in or decoded at the same time
     prefill_chunk: int = 256  # prompt tokens a step, over all sequences
     max_model_len: int | None = None  # positions a sequence; None is the model's own limit
-    threads: int = 1  # torch's intra-op threads, for the whole process
+    threads: int = 1  # that compute a step
+    kernels: KernelsChoice = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(DType):
             raise ConfigError("dtype", f"one of {', '.join(get_args(DType))}", self.dtype)
+        if self.kernels not in get_args(KernelsChoice):
+            raise ConfigError("kernels", f"one of {', '.join(get_args(KernelsChoice))}", self.kernels)
         if self.block_size < 1 or POSITION_BLOCK % self.block_size:
             raise ConfigError("block_size", f"a divisor of {POSITION_BLOCK}", self.block_size)
         for name in ("num_blocks", "max_running", "prefill_chunk", "threads"):

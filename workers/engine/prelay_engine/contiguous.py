@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from .blockcopies import LAZY, BlockCopies
@@ -13,6 +14,7 @@ from .config import POSITION_BLOCK
 from .errors import NoRoom, UnknownSequence
 from .geometry import Geometry
 from .kv import Cursor, KvStore
+from .native.lib import Place
 from .prefix import Chain
 
 
@@ -92,6 +94,9 @@ class ContiguousKv(KvStore):
     def cursor(self, key: str, start: int, length: int, first: int, stop: int) -> Cursor:
         return _ContiguousCursor(self._buffers[key], start, length, first, stop)
 
+    def place(self, key: str) -> Place:
+        return self._buffers[key].place
+
     def import_blocks(self, key: str, source: Iterable[torch.Tensor], tokens: int) -> None:
         """Copy the first `tokens` positions out of `source`, blocks `[layer, 2, kv_head, slot, head_dim]` in order.
 
@@ -123,6 +128,9 @@ class _Buffer:
         self.data = torch.frombuffer(memory, dtype=geometry.dtype).view(shape)
         self.chain: Chain | None = None  # names the first `named` blocks
         self.named = 0
+        layer, kind, _, head, slot = (stride * self.data.itemsize for stride in self.data.stride()[:5])
+        #: The whole buffer as one block.
+        self.place = Place(np.array([self.data.data_ptr()]), layer, kind, head, slot, positions)
         self._range = (0, 0)
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
 

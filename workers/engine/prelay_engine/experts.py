@@ -16,7 +16,8 @@ from torch.nn.functional import linear, sigmoid
 from torch.overrides import TorchFunctionMode
 
 from . import rowwise
-from .linear import Kernel, at_least_two, pack
+from .linear import Kernel, pack
+from .native.lib import Kernels
 
 #: What experts make of the product with both their gate and their up weights.
 Gate = Callable[[torch.Tensor], torch.Tensor]
@@ -28,13 +29,13 @@ class PackedExperts(nn.Module):
     `experts` stays a child for its activation and gate; its weights are let go.
     """
 
-    def __init__(self, experts: Any) -> None:
+    def __init__(self, experts: Any, kernels: Kernels | None = None) -> None:
         super().__init__()
         first = "gate_up_proj" if experts.has_gate else "up_proj"
         self.count: int = experts.num_experts
         self.inner = experts
-        self._enter = _pack_each(experts, first)
-        self._leave = _pack_each(experts, "down_proj")
+        self._enter = _pack_each(experts, first, kernels)
+        self._leave = _pack_each(experts, "down_proj", kernels)
         self._gate: Gate = _gate_of(experts)
         self.width, self.inner_width = _sizes(experts, first)
 
@@ -53,13 +54,13 @@ class PackedExperts(nn.Module):
         return total.to(hidden.dtype)
 
     def _expert(self, number: int, rows: torch.Tensor) -> torch.Tensor:
-        return at_least_two(self._leave[number], self._gate(at_least_two(self._enter[number], rows)))
+        return self._leave[number](self._gate(self._enter[number](rows)))
 
 
-def _pack_each(experts: Any, name: str) -> list[Kernel]:
+def _pack_each(experts: Any, name: str, kernels: Kernels | None) -> list[Kernel]:
     weight, bias = getattr(experts, name), getattr(experts, name + "_bias", None)
     turned = weight.transpose(1, 2) if experts.is_transposed else weight  # [expert, out, in]
-    return [pack(turned[i], None if bias is None else bias[i]) for i in range(experts.num_experts)]
+    return [pack(turned[i], None if bias is None else bias[i], kernels) for i in range(experts.num_experts)]
 
 
 def _sizes(experts: Any, first: str) -> tuple[int, int]:
@@ -91,15 +92,16 @@ class Mixture:
     rounds the last few of a tensor's elements differently.
     """
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: Any, kernels: Kernels | None = None) -> None:
         self._own = block.forward
+        self._native = kernels
         self._kernels: dict[tuple[torch.Size, torch.dtype], Kernel] = {}
         self.width = next(child.width for child in block.children() if isinstance(child, PackedExperts))
         for module in _routers(block):
             weight = module.weight.detach()
             del module.weight  # no parameter of an unknown kind any more
             module.register_buffer("weight", weight)
-            self._kernels[weight.shape, weight.dtype] = pack(weight, None)
+            self._kernels[weight.shape, weight.dtype] = pack(weight, None, self._native)
         self._shapes = {shape for shape, _ in self._kernels}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,8 +114,8 @@ class Mixture:
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         kind = weight.shape, weight.dtype
         if kind not in self._kernels:  # some routers compute in float32 what is kept in bfloat16
-            self._kernels[kind] = pack(weight, None)
-        out = at_least_two(self._kernels[kind], x)
+            self._kernels[kind] = pack(weight, None, self._native)
+        out = self._kernels[kind](x)
         return out if bias is None else out + bias
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
@@ -149,15 +151,17 @@ class _Rerouted(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def replace_experts(net: nn.Module, let_go: Callable[[int], None] = lambda _: None) -> int:
+def replace_experts(
+    net: nn.Module, let_go: Callable[[int], None] = lambda _: None, kernels: Kernels | None = None
+) -> int:
     """Put ours in the place of all experts under `net` that agree with them; how many blocks of them there were."""
     count = 0
     for module in list(net.modules()):
         for name, child in list(module.named_children()):
-            if _is_experts(child) and _agree(ours := PackedExperts(child), child):
+            if _is_experts(child) and _agree(ours := PackedExperts(child, kernels), child):
                 let_go(_drop_weights(child))
                 setattr(module, name, ours)
-                module.forward = Mixture(module)  # of this one instance
+                module.forward = Mixture(module, kernels)  # of this one instance
                 count += 1
     return count
 

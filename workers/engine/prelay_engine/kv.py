@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from .blocks import BlockPool, BlockState
 from .geometry import Geometry
+from .native.lib import Place
 from .prefix import Chain
 
 
@@ -77,6 +79,10 @@ class KvStore(ABC):
     def cursor(self, key: str, start: int, length: int, first: int, stop: int) -> Cursor:
         """A view for one step; `start + length` positions must have been taken before."""
 
+    @abstractmethod
+    def place(self, key: str) -> Place:
+        """Where the keys and values of `key` lie now, for kernels that read them there. Good for one step only."""
+
 
 class PagedKv(KvStore):
     """Blocks in a tensor of the caller's, `[block, layer, 2, kv_head, slot, head_dim]`, gathered to be read.
@@ -93,6 +99,7 @@ class PagedKv(KvStore):
         if tuple(tensor.shape) != expected or tensor.dtype != geometry.dtype:
             raise ValueError(f"the KV tensor is {tuple(tensor.shape)} {tensor.dtype}, not {expected} {geometry.dtype}")
         self.tensor = tensor
+        self._strides = [stride * tensor.itemsize for stride in tensor.stride()[:5]]
         self._scratch = torch.zeros(2, 1, geometry.kv_heads, 0, geometry.head_dim, dtype=geometry.dtype)
 
     def open(
@@ -121,6 +128,11 @@ class PagedKv(KvStore):
 
     def cursor(self, key: str, start: int, length: int, first: int, stop: int) -> Cursor:
         return _PagedCursor(self, self.pool.blocks(key), start, length, first, stop)
+
+    def place(self, key: str) -> Place:
+        block, layer, kind, head, slot = self._strides
+        blocks = np.array(self.pool.blocks(key), dtype=np.int64) * block + self.tensor.data_ptr()
+        return Place(blocks, layer, kind, head, slot, self.block_size)
 
     def scratch(self, slots: int) -> torch.Tensor:
         """[2, 1, kv_head, at least `slots`, head_dim] to gather into; what it holds is finite."""

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .native.lib import Kernels
+
 #: Of one hidden state: what several linears that read it are fused into gives all their outputs.
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 
@@ -17,18 +19,21 @@ def native_bfloat16() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Kernel:
-    """A kernel x [..., in] → [..., out] in the dtype of `weight` [out, in].
+def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None = None) -> Kernel:
+    """A kernel x [..., in] → [..., out] in the dtype of `weight` [out, in], whose rows depend on their row of x only.
 
-    The row of an output depends on its row of x only, as long as there are at least two rows: with one row
-    oneDNN may split the sum differently, so one row is run as two. bfloat16 on a CPU that cannot
-    multiply it is computed on the same values in float32 and rounded once: the same accumulation.
+    Without `kernels` it is oneDNN's. With one row that may split the sum differently, so one row is run as two.
+    bfloat16 on a CPU that cannot multiply it is computed on the same values in float32 and rounded once: the same
+    accumulation.
     """
+    if kernels is not None and weight.dtype in kernels.dtypes:
+        mine, wide = kernels.pack(weight), None if bias is None else bias.detach().float()
+        return lambda x: kernels.linear(x, mine, wide)
     narrow = weight.dtype == torch.bfloat16 and not native_bfloat16()
     if narrow:
         weight, bias = weight.float(), None if bias is None else bias.float()
     if not torch.backends.mkldnn.is_available():
-        return _widened(_plain(weight, bias)) if narrow else _plain(weight, bias)
+        return _twice(_widened(_plain(weight, bias)) if narrow else _plain(weight, bias))
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
     linear = torch.ops.mkldnn._linear_pointwise.default
     bias = None if bias is None else bias.detach().clone()
@@ -36,7 +41,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Kernel:
     def run(x: torch.Tensor) -> torch.Tensor:
         return linear(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
 
-    return _widened(run) if narrow else run
+    return _twice(_widened(run) if narrow else run)
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Kernel:
@@ -51,13 +56,13 @@ def _widened(kernel: Kernel) -> Kernel:
 class PackedLinear(nn.Module):
     """Takes the place of an nn.Linear with this `weight` [out, in] and `bias`."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._kernel = pack(weight, bias)
+        self._kernel = pack(weight, bias, kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return at_least_two(self._kernel, x)
+        return self._kernel(x)
 
 
 class FusedGroup:
@@ -67,10 +72,10 @@ class FusedGroup:
     same tensor object, and a different one is computed anew. Nothing is kept once all have taken theirs.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], kernels: Kernels | None = None) -> None:
         weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        self._kernel = pack(weight, torch.cat(biases) if biases else None)
+        self._kernel = pack(weight, torch.cat(biases) if biases else None, kernels)
         self._sizes = [linear.out_features for linear in linears]
         self.width = sum(self._sizes)
         self._input: torch.Tensor | None = None
@@ -78,7 +83,7 @@ class FusedGroup:
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """All outputs side by side."""
-        return at_least_two(self._kernel, x)
+        return self._kernel(x)
 
     def take(self, part: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input or part not in self._parts:
@@ -102,18 +107,24 @@ class FusedPart(nn.Module):
         return self.group.take(self._part, x)
 
 
-def at_least_two(kernel: Kernel, x: torch.Tensor) -> torch.Tensor:
-    """Run `kernel` on x [..., in], a single row as two equal ones."""
-    if x.numel() > x.shape[-1]:
-        return kernel(x)
-    return kernel(x.reshape(1, -1).expand(2, -1))[:1].view(*x.shape[:-1], -1)
+def _twice(kernel: Kernel) -> Kernel:
+    """`kernel` on x [..., in], a single row as two equal ones."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if x.numel() > x.shape[-1]:
+            return kernel(x)
+        return kernel(x.reshape(1, -1).expand(2, -1))[:1].view(*x.shape[:-1], -1)
+
+    return run
 
 
 #: Children of one module that read the same tensor in every architecture that has them.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def replace_linears(net: nn.Module, let_go: Callable[[int], None] = lambda _: None) -> int:
+def replace_linears(
+    net: nn.Module, let_go: Callable[[int], None] = lambda _: None, kernels: Kernels | None = None
+) -> int:
     """Put packed linears in the place of all nn.Linear under `net`, fused where possible; how many there were.
 
     The originals' weights are let go one module at a time, so that little is held twice; `let_go` is told the bytes.
@@ -124,18 +135,18 @@ def replace_linears(net: nn.Module, let_go: Callable[[int], None] = lambda _: No
         for names in _FUSED:
             linears = [child for child in (getattr(module, name, None) for name in names) if type(child) is nn.Linear]
             if len(linears) == len(names) and _alike(linears):
-                group = FusedGroup(linears)
+                group = FusedGroup(linears, kernels)
                 for part, (name, linear) in enumerate(zip(names, linears, strict=True)):
                     setattr(module, name, FusedPart(group, part, linear))
                 count += len(names)
                 let_go(sum(linear.weight.nbytes for linear in linears))
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child.weight, child.bias))
+                setattr(module, name, PackedLinear(child.weight, child.bias, kernels))
                 count += 1
                 let_go(child.weight.nbytes)
             elif type(child) is Conv1D:  # GPT-2's name for a linear with its weight the other way round
-                setattr(module, name, PackedLinear(child.weight.T, child.bias))
+                setattr(module, name, PackedLinear(child.weight.T, child.bias, kernels))
                 count += 1
                 let_go(child.weight.nbytes)
     return count

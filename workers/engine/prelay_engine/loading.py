@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -12,14 +13,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from . import backend, numerics
 from .config import EngineConfig
+from .demo import default_cache
 from .errors import ConfigError, ModelError
 from .experts import replace_experts
+from .fused import Fused, fusible
 from .gemma import mend_scale
 from .linear import replace_linears
 from .memory import Thrift
 from .model import Model, is_gguf, rope_types
+from .native.build import NoKernels, library
+from .native.lib import Kernels
 from .rowwise import replace_rowwise
-from .selftest import run_selftest
+from .selftest import agrees, run_selftest
 
 _OWN_ATTENTION = "attention of its own that cannot be replaced"
 #: Modules with a state, by the names they have in transformers.
@@ -27,16 +32,40 @@ _STATEFUL = re.compile(r"Mamba|SSM|Rwkv|Recurrent|RgLru|DeltaNet|LinearAttention
 _TOWERS = {"vision": "a vision tower", "audio": "an audio tower"}
 
 
+log = logging.getLogger("prelay.engine")
+
+
 def load(config: EngineConfig) -> Model:
     """Load, check, speed up and self-test the model of `config`. Raise ModelError, or ConfigError, with one line.
 
     1. Read the configuration and refuse what is known not to work. 2. Load the weights, all of them.
     3. Pin RoPE. 4. Run a probe and refuse what its layers ask for beyond our attention.
-    5. Replace linears, experts, norms and activations. 6. Self-test.
+    5. Replace norms and activations, then all layers by fused ones or linears and experts by packed ones. 6. Self-test.
     """
-    torch.set_num_threads(config.threads)
-    path, thrift = config.model.expanduser(), Thrift()
+    path = config.model.expanduser()
     _check_files(path)
+    kernels = _kernels(config)
+    model = _load(config, path, kernels, fuse=kernels is not None)
+    return model if model is not None else cast(Model, _load(config, path, kernels, fuse=False))
+
+
+def _kernels(config: EngineConfig) -> Kernels | None:
+    """The native kernels, None where torch is asked for or nothing can be compiled and it need not be."""
+    if config.kernels == "torch":
+        return None
+    try:
+        return Kernels(library(default_cache(), log.info), config.threads)
+    except (NoKernels, OSError) as error:
+        if config.kernels == "native":
+            raise ModelError(f"kernels=native: {error}") from None
+        log.warning("no native kernels, so torch computes, which is slower: %s", error)
+        return None
+
+
+def _load(config: EngineConfig, path: Path, kernels: Kernels | None, fuse: bool) -> Model | None:
+    """None: the layers were fused, and what they compute is not what transformers' own do."""
+    torch.set_num_threads(config.threads)
+    thrift, fused = Thrift(), None
     try:
         net = _load_net(path, _dtype(config))  # 1, 2
         thrift.give_back()
@@ -48,9 +77,13 @@ def load(config: EngineConfig) -> Model:
         geometry = probe.geometry(_text_config(net).num_hidden_layers, net.dtype)
         net.set_attn_implementation(backend.SERVE)
         with torch.inference_mode(mode=False), torch.no_grad():  # 5
-            replace_linears(net, thrift.let_go)
-            replace_experts(net, thrift.let_go)
             replace_rowwise(net)
+            layers = [probe.layers[index] for index in range(geometry.layers)]
+            if kernels is not None and fuse and fusible(net, layers):
+                fused = Fused(net, layers, kernels, thrift.let_go)
+            else:
+                replace_linears(net, thrift.let_go, kernels)
+                replace_experts(net, thrift.let_go, kernels)
     except (ModelError, ConfigError):
         raise
     except Exception as error:
@@ -58,8 +91,10 @@ def load(config: EngineConfig) -> Model:
             raise ModelError(f"the model of {path} has {_OWN_ATTENTION}") from None
         raise ModelError(f"cannot load {path}: {_first_line(error)}") from error
     thrift.give_back()
-    layers = [probe.layers[index] for index in range(geometry.layers)]
-    model = Model(net, geometry, layers, context_len, config.threads)
+    model = Model(net, geometry, layers, context_len, config.threads, kernels, fused)
+    if fused is not None and not agrees(model, probe.logits):
+        log.warning("%s is not what its layers look like: they are not fused", type(net).__name__)
+        return None
     result = run_selftest(model)  # 6
     if result.wrong:
         raise ModelError(result.text)

@@ -14,9 +14,11 @@ from . import numerics
 from .attention import Batch, Span
 from .backend import Layer, serving
 from .config import POSITION_BLOCK
+from .fused import Fused
 from .geometry import Geometry
 from .kv import KvStore
 from .masks import MaskCache
+from .native.lib import Kernels
 
 #: Entries of a model's configuration that say nothing about its keys and values.
 _PASSING = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
@@ -28,7 +30,16 @@ class Model:
     Not thread-safe: one thread steps.
     """
 
-    def __init__(self, net: Any, geometry: Geometry, layers: Sequence[Layer], context_len: int, threads: int) -> None:
+    def __init__(
+        self,
+        net: Any,
+        geometry: Geometry,
+        layers: Sequence[Layer],
+        context_len: int,
+        threads: int,
+        kernels: Kernels | None = None,
+        fused: Fused | None = None,
+    ) -> None:
         config = net.config.get_text_config(decoder=True)
         self.net = net
         self.geometry = geometry
@@ -42,10 +53,11 @@ class Model:
         self.exactness = "not tested"
         self._config: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
         self._masks = MaskCache()
+        self._kernels, self._fused = kernels, fused
         self._keeps = "logits_to_keep" in inspect.signature(net.forward).parameters
 
     def batch(self, store: KvStore, spans: Sequence[Span]) -> Batch:
-        return Batch(store, spans, self._masks)
+        return Batch(store, spans, self._masks, self._kernels)
 
     @torch.inference_mode()
     def forward(self, store: KvStore, spans: Sequence[Span], ids: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
@@ -53,8 +65,10 @@ class Model:
 
         Spans of one row come first. Keys and values go to `store`. Result: [len(wanted), vocabulary], float32.
         """
-        batch = self.batch(store, spans)
         positions = [position for span in spans for position in range(span.start, span.start + span.length)]
+        if self._fused is not None:
+            return self._fused.forward(store, spans, ids, positions, wanted)
+        batch = self.batch(store, spans)
         if len(positions) == 1:  # no kernel ever sees a single row: those may add in another order
             ids, positions = [*ids, *ids], positions * 2
         inputs: dict[str, Any] = {
@@ -90,13 +104,21 @@ class Model:
         return numerics.digest(
             numerics.machine_facts()
             | {
-                "threads": self.threads,
+                "threads": None if self._fused is not None else self.threads,  # whose bits no thread changes
+                "kernels": "torch" if self._kernels is None else self._kernels.name,
                 "dtype": str(self.geometry.dtype),
                 "native": numerics.native_bfloat16_matmul(),
                 "position_block": POSITION_BLOCK,
                 "exact": self.exact,
             }
         )
+
+    @property
+    def how(self) -> str:
+        """What computes it, in a few words."""
+        if self._kernels is None:
+            return "torch"
+        return "native kernels" if self._fused is None else "native kernels, fused layers"
 
     def __repr__(self) -> str:
         shape = f"{self.geometry.layers} layers, {self.geometry.kv_heads}×{self.geometry.head_dim} KV"

@@ -51,10 +51,10 @@ _ACTIVATIONS: tuple[Function, ...] = (silu, gelu, gelu_tanh)
 class Activation(nn.Module):
     def __init__(self, function: Function) -> None:
         super().__init__()
-        self._function = function
+        self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._function(x)
+        return self.function(x)
 
 
 class RMSNorm(nn.Module):
@@ -63,10 +63,10 @@ class RMSNorm(nn.Module):
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
         self.width = weight.shape[0]
-        self._weight, self._eps = weight.detach().float(), eps
+        self.weight, self.eps = weight.detach().float(), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(x.float(), (self.width,), self._weight, self._eps).to(x.dtype)
+        return nn.functional.rms_norm(x.float(), (self.width,), self.weight, self.eps).to(x.dtype)
 
 
 def replace_rowwise(net: nn.Module) -> int:

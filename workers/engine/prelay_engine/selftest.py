@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .attention import Span
+from .backend import PROBE_IDS
 from .blocks import BlockPool
 from .config import POSITION_BLOCK
 from .contiguous import ContiguousKv
@@ -66,6 +67,21 @@ def run_selftest(model: Model) -> SelfTest:
     if differing:
         return SelfTest(False, f"rows depend on their neighbours here: {', '.join(differing)}")
     return SelfTest(True, f"exact: rows do not depend on their neighbours ({tried} kernels tried)")
+
+
+@torch.inference_mode()
+def agrees(model: Model, expected: torch.Tensor) -> bool:
+    """Whether the logits of PROBE_IDS are those [rows, vocabulary] that transformers' own layers gave."""
+    store = ContiguousKv(model.geometry, BlockPool(1), POSITION_BLOCK)
+    store.open("a", len(PROBE_IDS), len(PROBE_IDS))
+    rows = list(range(len(PROBE_IDS)))
+    found = model.forward(store, [Span("a", 0, len(PROBE_IDS))], PROBE_IDS, rows)
+    return _distance(found, expected) <= _WRONG[model.geometry.dtype]
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The median over the rows of how far they differ, in standard deviations: a row may go through other experts."""
+    return float(((a - b).abs().amax(-1) / b.std()).median())
 
 
 def _uncovered(net: torch.nn.Module) -> list[str]:
@@ -196,5 +212,4 @@ def _model_difference(model: Model) -> float:
     whole, parts = run(), run(1, 4)
     if torch.equal(whole, parts):
         return 0.0
-    rows = (whole - parts).abs().amax(-1) / whole.std()
-    return max(float(rows.median()), 1e-30)
+    return max(_distance(parts, whole), 1e-30)

@@ -1,0 +1,89 @@
+"""Compile the kernels once for this CPU and keep the library in the cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from ..cpu import this_cpu
+
+HERE = Path(__file__).parent
+MAIN = "kernels.cpp"
+#: Tried in this order, after $CXX.
+_COMPILERS = ("g++", "clang++", "c++")
+_TIMEOUT_S = 300.0
+
+
+class NoKernels(Exception):  # noqa: N818 - reads as the fact it states
+    """There are no native kernels here; the message is one line and says why."""
+
+
+def library(cache: Path, say: Callable[[str], None]) -> Path:
+    """The compiled library for this CPU, this compiler and these sources. Raise NoKernels.
+
+    `say` is told before a compiler runs, which takes some ten seconds. Processes that come at once wait for the first.
+    """
+    compiler = _compiler()
+    path = cache / "native" / f"kernels-{_key(compiler)}.so"
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (path.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                say(f"compiling kernels for this CPU with {compiler}, once")
+                _compile(compiler, path)
+    except OSError as error:
+        raise NoKernels(f"cannot write {path.parent}: {error.strerror}") from None
+    return path
+
+
+def _compiler() -> str:
+    named = os.environ.get("CXX")
+    for name in (named,) if named else _COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise NoKernels(f"there is no C++ compiler ({named or ', '.join(_COMPILERS)}) on PATH")
+
+
+def _flags() -> list[str]:
+    cpu = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    # A product and a sum are rounded once wherever that is one instruction: the same in all instances of a loop.
+    return ["-std=c++17", "-O3", cpu, "-ffp-contract=fast", "-shared", "-fPIC", "-pthread"]
+
+
+def _key(compiler: str) -> str:
+    """What the result depends on: sources, compiler, flags, and the CPU that `native` stands for."""
+    version = _run([compiler, "--version"]).stdout
+    cpu = this_cpu()
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (version, *_flags(), platform.machine(), cpu.vendor, *sorted(cpu.flags)):
+        digest.update(part.encode() + b"\0")
+    for path in sorted((*HERE.glob("*.h"), HERE / MAIN)):
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _compile(compiler: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        _run([compiler, *_flags(), "-w", "-o", str(made), str(HERE / MAIN)])
+        made.replace(path)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines() or ["?"]
+        raise NoKernels(f"{command[0]} failed: {lines[0]}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoKernels(f"{command[0]} could not run: {error}") from None
