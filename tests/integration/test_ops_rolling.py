@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import threading
@@ -201,9 +202,13 @@ def test_api_processes_on_one_port_are_replaced_under_load_of_clients_that_resum
         "--unified", "1", "--api", "2", "--drain-s", "0.5", state=tmp_path / "state",
     )  # fmt: skip
 
+    def is_api(child: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):  # it may end while we look
+            return child.cmdline()[1:5] == ["-P", "-m", "prelay", "api"]
+        return False
+
     def apis() -> set[int]:
-        children = psutil.Process(serve.process.pid).children()
-        return {child.pid for child in children if child.cmdline()[1:5] == ["-P", "-m", "prelay", "api"]}
+        return {child.pid for child in psutil.Process(serve.process.pid).children() if is_api(child)}
 
     try:
         serve.until_ready()
