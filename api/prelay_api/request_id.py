@@ -9,12 +9,12 @@ import time
 #: By so much may the clocks of two hosts differ, seconds.
 SKEW_S = 300
 
-_NAME = re.compile(r"(?:chat)?cmpl-([0-9a-f]{8})[0-9a-f]{24}")
+_NAME = re.compile(r"(?:chat)?cmpl-([0-9a-f]{8})[0-9a-f]{16}")
 
 
 def new_id(kind: str) -> str:
     """A name that nobody else gives. `kind` is chatcmpl or cmpl."""
-    return f"{kind}-{int(time.time()):08x}{secrets.token_hex(12)}"
+    return f"{kind}-{int(time.time()):08x}{secrets.token_hex(8)}"
 
 
 def was_given(request_id: str) -> bool:
