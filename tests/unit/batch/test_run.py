@@ -12,11 +12,14 @@ from typing import Any
 import orjson
 import pytest
 
+from prelay_batch import intake
 from prelay_batch import run as run_module
 from prelay_batch.answers import Answers
+from prelay_batch.book import Book
 from prelay_batch.errors import LeaseLost
+from prelay_batch.intake import Sizes
 from prelay_batch.reading import Ask, Reader
-from prelay_batch.run import Run, Sizes
+from prelay_batch.run import Run
 from prelay_batch.window import Backlog
 from prelay_files.bitmap import Bitmap
 from prelay_files.folder import BatchFolder
@@ -43,8 +46,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PAUSE_S", "PACE_S", "BUSY_S", "FULL_S", "RENEW_S", "SILENCE_S"):
+    for name in ("PAUSE_S", "PACE_S", "RENEW_S", "SILENCE_S"):
         monkeypatch.setattr(run_module, name, 0.0)
+    for name in ("BUSY_S", "FULL_S"):
+        monkeypatch.setattr(intake, name, 0.0)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # nobody pulls the plug here
 
 
@@ -198,7 +203,8 @@ class Batch:
             answers = Answers(self.id, self.tokenizer, "null", "fp")
             sizes = Sizes(window=16, lookahead=12, max_tries=3)
             fake: Any = queue
-            found = Run(fake, ledger, fake, fake, reader, answers, sizes, total, takes_over=epoch > 1)
+            book = Book(ledger, answers, total)
+            found = Run(fake, book, fake, fake, reader, sizes, takes_over=epoch > 1)
             try:
                 complete = found.until_drained(lambda: False)
             except LeaseLost:

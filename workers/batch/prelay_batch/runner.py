@@ -25,14 +25,16 @@ from prelay_text.batch_line import ENDPOINTS
 from prelay_text.tokenizer import Tokenizer
 
 from .answers import Answers
+from .book import Book
 from .config import BatchConfig
 from .desk import Desk
 from .ear import Ear
 from .errors import LeaseLost
 from .fleet import FleetLimits
+from .intake import Sizes
 from .lease import RENEW_S, Lease, take
 from .reading import Ask, Reader
-from .run import PAUSE_S, Run, Sizes
+from .run import PAUSE_S, Run
 from .source import lines_of
 
 log = logging.getLogger("prelay.batch")
@@ -127,20 +129,21 @@ class Runner:
             answers = Answers(self._batch_id, self._tokenizer, self._config.served_model_name, self._fingerprint)
             sizes = Sizes(self._config.window, self._config.lookahead, self._config.max_tries)
             desk = Desk(self._queue, ear.attachment)
-            run = Run(lease, ledger, desk, ear, reader, answers, sizes, total, takes_over=lease.epoch > 1)
+            book = Book(ledger, answers, total)
+            run = Run(lease, book, desk, ear, reader, sizes, takes_over=lease.epoch > 1)
             drained = run.until_drained(self._stopping)
         if not drained:
-            lease.give_back(BatchStatus.IN_PROGRESS, run.progress)
+            lease.give_back(BatchStatus.IN_PROGRESS, book.progress)
             ear.close(jobs_left=True)
             return Outcome.STOPPED
-        self._insist(partial(lease.keep, BatchStatus.FINALIZING, run.progress))
+        self._insist(partial(lease.keep, BatchStatus.FINALIZING, book.progress))
         self._insist(run.forget)
         ear.close(jobs_left=False)
         failpoints.hit("batch.assemble.before")
-        with lease.kept_meanwhile(BatchStatus.FINALIZING, run.progress):
+        with lease.kept_meanwhile(BatchStatus.FINALIZING, book.progress):
             output_file, error_file = ledger.assemble(self._store)
         failpoints.hit("batch.assemble.after")
-        self._end(lease, run.outcome, run.progress, output_file or "", error_file or "", "")
+        self._end(lease, run.outcome, book.progress, output_file or "", error_file or "", "")
         return Outcome.OVER
 
     def _taken(self, record: BatchRecord, owner: str) -> Taken:

@@ -246,7 +246,7 @@ class Worker(ABC):
                     return
 
     def _begin_what_fits(self) -> None:
-        """The heads in order, as long as nothing that runs need be looked at. Hundreds may come at once, to hundreds."""
+        """The heads in order, as long as nothing that runs need be looked at: hundreds may come at once to hundreds."""
         if not self._heads:
             return
         room = self._room()
