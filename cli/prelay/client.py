@@ -175,7 +175,7 @@ class _Course:
             error = orjson.loads(raw)["error"]
         except (ValueError, KeyError, TypeError):
             error = {"message": raw[:200].decode("utf-8", "replace")}
-        if status not in _LATER or self._given_up():
+        if status not in _LATER or self._given_up(self._wait_s):
             raise StreamError(f"{status}: {error.get('message')}", code=error.get("code"), status=status)
         self._attempts += 1
 
@@ -189,8 +189,9 @@ class _Course:
         """How long to wait before the next request."""
         return max(self._wait_s, min(2.0, 0.05 * 2.0 ** min(self._attempts, 10)))
 
-    def _given_up(self) -> bool:
-        return time.monotonic() - self._heard > self.patience_s
+    def _given_up(self, after_s: float = 0.0) -> bool:
+        """Whether patience is over, or will be after that time."""
+        return time.monotonic() + after_s - self._heard > self.patience_s
 
 
 def _seconds(text: str | None) -> float:
