@@ -157,6 +157,24 @@ def test_a_batch_whose_file_is_gone_fails_with_the_reason(new_fleet: Fleet, batc
     assert (state.status, orjson.loads(state.errors)[0]["code"]) == ("failed", "file_not_found")
 
 
+def test_a_file_that_goes_while_its_batch_runs_takes_no_answer_along(new_fleet: Fleet, batches: Batches) -> None:
+    new_fleet.worker(Role.UNIFIED, null=SLOW)
+    asked = lines(2_000, max_tokens=4)
+    batch = batches.create(jsonl(asked))
+    first = new_fleet.batch_worker(batches.files_dir)
+    until_some(batches, batch, 5)
+    assert first.stop() == 0
+    (batches.files_dir / "files" / BatchFolder(batches.files_dir, batch).record().input_file_id).unlink()
+    new_fleet.batch_worker(batches.files_dir)
+    state = batches.until_over(batch, watched=True)
+    assert (state.status, orjson.loads(state.errors)[0]["code"]) == ("failed", "file_not_found")
+    output, errors = batches.results(batch)
+    assert 5 <= len(output) < 2_000
+    assert errors == []
+    assert {row["custom_id"] for row in output} <= {row["custom_id"] for row in asked}
+    assert (state.progress.completed, state.progress.failed) == (len(output), 0)
+
+
 def partition(batches: Batches, batch: str, code: str, ids: set[str]) -> int:
     """Output and errors hold each id once; the number of those that were answered."""
     output, errors = batches.results(batch)
@@ -184,6 +202,8 @@ def test_a_cancel_divides_the_lines_into_answered_and_cancelled(
     assert answered <= count < 2_000
     keys = batches.queue.keys
     until(lambda: not batches.queue.redis.zcard(keys.leases) and not batches.queue.redis.zcard(keys.queued))
+    left = [text(key) for key in batches.queue.redis.keys(f"{keys.prefix}[jl]o[bg]:*")]
+    assert left == [], "jobs and logs go with their batch"
 
 
 def test_lines_that_the_window_ends_before_are_told_as_expired(new_fleet: Fleet, batches: Batches) -> None:

@@ -173,9 +173,7 @@ def engine(
     ] = None,
     dtype: Annotated[str, _option("auto, float32 or bfloat16.", "TYPE")] = "auto",
     kernels: Annotated[str, _option("auto, native or torch.", "KIND")] = "auto",
-    threads: Annotated[
-        int | None, _option("Threads of it. \\[default: all cores]", "N", min=1, max=1024)
-    ] = None,
+    threads: Annotated[int | None, _option("Threads of it. \\[default: all cores]", "N", min=1, max=1024)] = None,
     batch: Annotated[str, _option("Sequences decoded at a time, one level for each number.", "N,N", _LOAD)] = "1,8,32",
     prompt: Annotated[int, _option("Tokens of their prompts.", "N", _LOAD, min=1)] = 128,
     steps: Annotated[int, _option("Steps of each batch and way of sampling.", "N", _LOAD, min=1)] = 64,

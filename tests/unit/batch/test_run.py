@@ -209,6 +209,9 @@ class Batch:
                 complete = found.until_drained(lambda: False)
             except LeaseLost:
                 return False, []
+            if not queue.trouble:
+                found.forget()
+                assert queue.jobs == {}, "nothing stays in the queue"
             return complete, [row for file_id in ledger.assemble(self.store) if file_id for row in self._rows(file_id)]
 
     def _rows(self, file_id: str) -> Iterator[dict[str, Any]]:

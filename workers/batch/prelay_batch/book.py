@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from prelay_files.ledger import Ledger
 from prelay_queue import failpoints
@@ -54,6 +55,10 @@ class Book:
         request_id = line.request_id(self.batch_id) if line else f"{self.batch_id}-{number}-0"
         self._ledger.append(number, ok=False, raw=refusal_line(self.batch_id, number, refusal, request_id))
         self.forgettable += line.over if line else ()
+
+    def over(self, line: Line, jobs: Iterable[str]) -> None:
+        """These jobs of a line have ended, and are to be forgotten with it."""
+        (self.forgettable if line.number in self._ledger.done else line.over).extend(jobs)
 
     def checkpoint(self) -> None:
         """Make all that was written last."""

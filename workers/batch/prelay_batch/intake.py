@@ -58,7 +58,7 @@ class Intake:
     ) -> None:
         self.ends_at = 0.0  # the batch's deadline by this process's monotonic clock
         self.there: list[str] = []
-        self.unwanted: list[str] = []
+        self.unwanted: dict[str, Line] = {}
         self._desk, self._reader, self._outstanding, self._book = desk, reader, outstanding, book
         self._lookahead = Lookahead(sizes.lookahead, LOOKAHEAD_BYTES)
         self._window = Window(sizes.window)
@@ -129,7 +129,7 @@ class Intake:
                 self._hold_until = time.monotonic() + (BUSY_S if isinstance(answer, QueueBusy) else FULL_S)
             elif isinstance(answer, QueueError):
                 log.error("line %d: %s", line.number, answer)
-                self.unwanted += self._outstanding.drop(line)
+                self.unwanted |= dict.fromkeys(self._outstanding.drop(line), line)
                 self._book.refuse(line.number, Refusal(line.custom_id, *FAULT), line)
             elif "exists" in answer:
                 self.there += line.job_ids(self._book.batch_id)

@@ -75,7 +75,11 @@ class Run:
         return self.drained
 
     def forget(self) -> None:
-        """Remove what the queue still has of lines that are on disk. Only while the lease is ours."""
+        """Cancel what is not wanted any more, and remove what the queue still has of lines that are on disk.
+
+        Only while the lease is ours.
+        """
+        self._cancel_unwanted()
         self._desk.forget(self._book.forgettable)
         self._book.forgettable.clear()
 
@@ -113,10 +117,15 @@ class Run:
         self._renew()
         self._tick_at = time.monotonic() + RENEW_S
         self.forget()
-        self._desk.cancel(self._intake.unwanted)
-        self._intake.unwanted.clear()
         self._ear.check()
         self._look(self._outstanding.silent(time.monotonic() - SILENCE_S))
+
+    def _cancel_unwanted(self) -> None:
+        jobs = list(self._intake.unwanted)
+        for job, code in zip(jobs, self._desk.cancel(jobs), strict=True):
+            line = self._intake.unwanted.pop(job)
+            if code != "watched":  # else it runs on, for somebody else
+                self._book.over(line, [job])
 
     def _renew(self) -> None:
         kept = self._lease.keep(BatchStatus.IN_PROGRESS, self._book.progress)
@@ -140,8 +149,9 @@ class Run:
         codes = self._desk.cancel(jobs)
         self._ended += [job for job, code in zip(jobs, codes, strict=True) if code == "done"]
         self._answer()
+        left = {job for job, code in zip(jobs, codes, strict=True) if code != "watched"}
         for line in self._outstanding.lines():
-            self._outstanding.drop(line)
+            self._book.over(line, left.intersection(self._outstanding.drop(line)))
             self._book.refuse(line.number, Refusal(line.custom_id, *self._why), line)
 
     # --- 2 and 3: what is heard of jobs
@@ -226,7 +236,7 @@ class Run:
         if isinstance(verdict, Answered):
             self._book.answer(line, verdict)
             return
-        self._intake.unwanted += self._outstanding.drop(line)  # its other choices
+        self._intake.unwanted |= dict.fromkeys(self._outstanding.drop(line), line)  # its other choices
         match verdict:
             case Refused(refusal):
                 self._book.refuse(line.number, refusal, line)

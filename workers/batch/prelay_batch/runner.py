@@ -120,8 +120,7 @@ class Runner:
         try:
             total = self._count(record, lease, ledger)
         except _Invalid as invalid:
-            self._end(lease, BatchStatus.FAILED, BatchProgress(), "", "", invalid.errors)
-            return Outcome.OVER
+            return self._fail(lease, ledger, invalid.errors)
         limits = FleetLimits(self._queue, self._tokenizer.context_len)
         with self._store.open(record.input_file_id) as file:
             ask = Ask(self._batch_id, record.endpoint, self._config.served_model_name, self._tokenizer, limits)
@@ -144,6 +143,15 @@ class Runner:
             output_file, error_file = ledger.assemble(self._store)
         failpoints.hit("batch.assemble.after")
         self._end(lease, run.outcome, book.progress, output_file or "", error_file or "", "")
+        return Outcome.OVER
+
+    def _fail(self, lease: Lease, ledger: Ledger, errors: str) -> Outcome:
+        """End it as failed, with what earlier runs have answered."""
+        counted = ledger.completed, ledger.failed, ledger.prompt_tokens, ledger.completion_tokens
+        progress = BatchProgress(ledger.completed + ledger.failed, *counted)
+        with lease.kept_meanwhile(BatchStatus.VALIDATING, progress):
+            output_file, error_file = ledger.assemble(self._store)
+        self._end(lease, BatchStatus.FAILED, progress, output_file or "", error_file or "", errors)
         return Outcome.OVER
 
     def _taken(self, record: BatchRecord, owner: str) -> Taken:
