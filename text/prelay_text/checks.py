@@ -43,6 +43,8 @@ _TOKEN_ID = re.compile(r"(?:0|[1-9][0-9]{0,9})")
 
 def show(value: object) -> str:
     """The value for an error message, cut to a bearable length."""
+    if value is None:
+        return "null"
     try:
         return reprlib.repr(value)
     except ValueError:  # an int of thousands of digits

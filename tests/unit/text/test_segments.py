@@ -89,7 +89,7 @@ def test_segments_have_the_ids_of_the_whole_text(family: str, change: Change) ->
     encode = tokenizer.encode
 
     @settings(max_examples=25, deadline=None)
-    @given(TEXTS.filter(lambda text: not any("\ud800" <= char <= "\udfff" for char in text)))
+    @given(TEXTS)
     def check(text: str) -> None:
         assert tokenizer.encode_chat(text) == encode(text)  # perhaps known in part
         assert tokenizer.encode_chat(text) == encode(text)  # known in whole
