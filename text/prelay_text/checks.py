@@ -51,6 +51,11 @@ def show(value: object) -> str:
         return f"a huge {type(value).__name__}"
 
 
+def field_of(name: str, key: str) -> str:
+    """The name of a field that a client has put into a parameter, cut to a bearable length."""
+    return f"{name}.{key[:64]}"
+
+
 #: Before the name of a parameter: what is wrong is a key of the object that it is.
 KEY_OF = "a key of "
 

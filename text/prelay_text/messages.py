@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from .checks import KEY_OF, boolean, encodable, is_int, text, token_ids, too_many, wrong_type, wrong_value
+from .checks import (
+    KEY_OF,
+    boolean,
+    encodable,
+    field_of,
+    is_int,
+    show,
+    text,
+    token_ids,
+    too_many,
+    wrong_type,
+    wrong_value,
+)
 from .errors import RequestError
 from .request import MAX_CHOICES, Message, Prompt, StreamOptions
 from .template import RESERVED_NAMES, text_of
@@ -92,7 +104,7 @@ def _text_part(name: str, part: Any) -> None:
     if not isinstance(kind, str):
         raise wrong_type(f"{name}.type", "a string", kind)
     if kind != "text":
-        raise _unsupported(f"{name}.type", f"{kind!r} is not implemented: the models served here read text")
+        raise _unsupported(f"{name}.type", f"{show(kind)} is not implemented: the models served here read text")
     _refuse_others(name, part, ("type", "text"))
     words = part.get("text")
     if not isinstance(words, str):
@@ -104,7 +116,7 @@ def _refuse_others(name: str, value: dict[str, Any], known: tuple[str, ...]) -> 
     """Fields beside the known ones may only be null or empty: clients send back what they were given."""
     for key, item in value.items():
         if key not in known and item is not None and item != []:
-            raise _unsupported(f"{name}.{key}", "is not implemented")
+            raise _unsupported(field_of(name, key), "is not implemented")
 
 
 def stream_options(name: str, value: Any) -> StreamOptions:
@@ -117,8 +129,8 @@ def stream_options(name: str, value: Any) -> StreamOptions:
         if key == "include_obfuscation":
             raise _unsupported(f"{name}.{key}", "is not implemented: frames are sent as they are")
         if key not in ("include_usage", "continuous_usage_stats"):
-            message = f"{name}.{key} is not a known option"
-            raise RequestError(message, param=f"{name}.{key}", code="unknown_parameter")
+            param = field_of(name, key)
+            raise RequestError(f"{param} is not a known option", param=param, code="unknown_parameter")
     include = _option(name, value, "include_usage")
     continuous = _option(name, value, "continuous_usage_stats")
     if continuous and not include:

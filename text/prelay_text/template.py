@@ -24,6 +24,9 @@ RESERVED_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception"}
 )
 
+#: What a template says of its refusal, which may repeat the messages, is told up to here.
+MAX_ERROR_CHARS = 500
+
 #: Stands behind the message that an answer is to go on from, to find its end in the prompt: no text holds it,
 #: and no template changes it.
 _END_MARK = "\ue000end\ue001of\ue000message\ue001"
@@ -84,7 +87,7 @@ class ChatTemplate:
                 }
             )
         except Exception as error:  # a template may raise anything; a 500 would blame the server
-            message = f"messages: the model's chat template refuses them: {error}"
+            message = f"messages: the model's chat template refuses them: {str(error)[:MAX_ERROR_CHARS]}"
             raise RequestError(message, param="messages", code="chat_template_error") from None
 
     def render_open(self, messages: Sequence[Mapping[str, str]], arguments: Mapping[str, Any] | None = None) -> str:

@@ -129,6 +129,13 @@ def test_a_template_that_does_not_show_the_last_message_cannot_go_on_with_it() -
     assert caught.value.param == "continue_final_message"
 
 
+def test_what_a_template_says_of_messages_is_cut() -> None:
+    template = ChatTemplate("{{ raise_exception('no: ' + messages[0].content) }}")
+    with pytest.raises(RequestError, match="refuses them: no: xxx") as caught:
+        template.render([{"role": "user", "content": "x" * 100_000}])
+    assert len(caught.value.message) < 600
+
+
 @pytest.mark.parametrize("name", ["self", "args", "kwargs", "context", "vars"])
 def test_an_argument_may_have_any_name_that_a_template_can_read(name: str) -> None:
     assert ChatTemplate("{{ messages|length }}").render(TURNS, arguments={name: 7}) == str(len(TURNS))

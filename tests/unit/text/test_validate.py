@@ -279,6 +279,36 @@ def test_both_ways_to_switch_top_k_off_are_one() -> None:
     assert completion(top_k=-1).top_k == completion(top_k=0).top_k == 0
 
 
+LONG = "x" * 100_000
+#: Something of the wrong kind, and endless, wherever a name or a value may be repeated in an error.
+ENDLESS: list[Any] = [
+    LONG, [LONG], {LONG: LONG}, [{LONG: LONG}], {"include_usage": True, LONG: 1}, int("9" * 400),
+    [{"role": "user", "content": "a", LONG: 1}], [{"role": LONG, "content": "a"}],
+    [{"role": "user", "content": [LONG]}], [{"role": "user", "content": [{"type": LONG}]}],
+    [{"role": "user", "content": [{"type": "text", LONG: 1}]}],
+    [{"role": "user", "content": [{"type": "text", "text": [LONG]}]}],
+    [{"role": "user", "content": "a", "name": LONG}],
+]  # fmt: skip
+
+
+def repeated(call: Any, **parameters: Any) -> tuple[int, int]:
+    """Characters of the refusal's message and of the parameter that it names; none where nothing is refused."""
+    try:
+        call(**parameters)
+    except RequestError as error:
+        return len(error.message), len(error.param or "")
+    return 0, 0
+
+
+@pytest.mark.parametrize("value", ENDLESS, ids=range(len(ENDLESS)))
+@pytest.mark.parametrize("name", sorted({LONG, *(row.name for row in PARAMETERS)}), ids=lambda name: name[:30])
+def test_an_error_repeats_no_more_of_a_request_than_can_be_read(name: str, value: Any) -> None:
+    for call in (completion, chat):
+        words, param = repeated(call, **{name: value})
+        assert words < 400
+        assert param < 120
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
