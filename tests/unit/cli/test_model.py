@@ -10,6 +10,7 @@ import pytest
 
 from prelay import model
 from prelay.errors import ModelUnavailable
+from prelay.main import main
 from prelay.model import resolve_model, served_name
 
 Told = list[tuple[str, float]]
@@ -33,6 +34,16 @@ def test_a_folder_is_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(folder.parent)
     assert resolve_model("my-model", ignore) == folder
     assert resolve_model("./my-model", ignore) == folder
+
+
+def test_the_model_of_the_environment_is_looked_for_unless_another_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PRELAY_MODEL", str(folder))
+    assert main(["model", "path"]) == 0
+    assert capsys.readouterr().out.strip() == str(folder)
+    assert main(["model", "path", str(folder / "none")]) == 1
+    assert "none: no such folder" in capsys.readouterr().err
 
 
 def test_a_folder_without_its_files_is_one_line(tmp_path: Path) -> None:
