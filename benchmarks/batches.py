@@ -6,7 +6,7 @@ One batch of short prompts is run by one batch worker over null workers of one p
 second while it runs and once at the end:
 
 lines_per_s      from the moment when the batch is created to its end, and the best second in between
-runner_us        CPU time of the work horse for each line, microseconds
+cpu_us           CPU time for each line, microseconds: of the runner (the work horse), Redis and the workers
 runner_rss_mib   memory of the work horse: after the first second, and at the most
 redis_mib        memory of Redis: before, at the most, and after the end
 waiting, jobs    the most jobs that waited for a prefill at a time, and that Redis knew of, over or not
@@ -97,22 +97,34 @@ class Watch:
         return {"redis_mib": used, "waiting": int(waiting or 0), "keys": space.get("keys", 0)}
 
 
+def cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
 def measure(server: Server, found: Fleet, batches: Batches, args: argparse.Namespace) -> dict[str, Any]:
     null = NullModel(step_ms=args.step_ms)
     roles = [Role.UNIFIED] * args.workers if args.unified else [Role.PREFILL, Role.DECODE] * (args.workers // 2)
     for role in roles:
         found.worker(role, null=null, blocks=65_536, max_running=args.running)
+    workers = [psutil.Process(process.pid) for process in found.processes]
     worker = found.batch_worker(batches.files_dir, window=args.window)
     print(json.dumps({"roles": roles, "lines": args.lines, "pid": worker.pid}), flush=True)
     watch = Watch(server, batches, worker)
     before = watch._of_redis()["redis_mib"]
-    batch = batches.create_from(upload(batches, args.lines, args.tokens))
+    file = upload(batches, args.lines, args.tokens)
+    redis = psutil.Process(server.pid)
+    spent = cpu_s([redis]), cpu_s(workers)
+    batch = batches.create_from(file)
     watch.began = watch._at = time.monotonic()
     while watch.look(batch):
         time.sleep(1)
     took = time.monotonic() - watch.began
     samples = watch.samples
-    cpu = max(each.get("runner_cpu_s", 0.0) for each in samples)
+    used = {
+        "runner": max(each.get("runner_cpu_s", 0.0) for each in samples),
+        "redis": cpu_s([redis]) - spent[0],
+        "workers": cpu_s(workers) - spent[1],
+    }
     rss = [each["runner_rss_mib"] for each in samples if "runner_rss_mib" in each]
     state = batches.look(batch)
     return {
@@ -120,7 +132,7 @@ def measure(server: Server, found: Fleet, batches: Batches, args: argparse.Names
         "completed": state.progress.completed,
         "lines_per_s": round(args.lines / took),
         "best_second": max(each["lines_per_s"] for each in samples),
-        "runner_us": round(1e6 * cpu / args.lines),
+        "cpu_us": {name: round(1e6 * seconds / args.lines) for name, seconds in used.items()},
         "runner_rss_mib": [*rss[1:2], max(rss, default=0)],
         "redis_mib": [before, max(each["redis_mib"] for each in samples), samples[-1]["redis_mib"]],
         "waiting": max(each["waiting"] for each in samples),
