@@ -67,6 +67,20 @@ def test_a_sound_machine_passes_every_check_and_nothing_is_left(null: tuple[str,
     assert set(Path(tempfile.gettempdir()).glob("prelay-doctor-*")) <= scratch
 
 
+def test_what_batches_need_is_looked_at(own_server: Server, null: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("")
+    code, found = rows(*null, "--batch-redis-url", own_server.url, "--files-dir", str(tmp_path / "files"))
+    assert code == 0, found
+    assert found["files of batches"]["found"].startswith(f"{tmp_path / 'files'} (made at the first start)")
+    assert own_server.url in found["server of batch jobs"]["found"]
+    nowhere = f"unix://{tmp_path}/nobody"
+    code, found = rows(*null, "--batch-redis-url", nowhere, "--files-dir", str(tmp_path / "note"))
+    assert code == 1
+    assert (found["files of batches"]["state"], found["server of batch jobs"]["state"]) == ("fail", "fail")
+    assert "is not a directory" in found["files of batches"]["found"]
+    assert found["server of batch jobs"]["found"].startswith(f"--batch-redis-url {nowhere}: Redis does not answer")
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_table_fits_a_terminal(columns: int, null: tuple[str, ...]) -> None:
     _, table = run(*null, COLUMNS=str(columns))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..host import size
+from .examine import JobsServer
 from .facts import Facts, Model
 from .finding import Finding, fail, ok, warn
-from .places import Port, State
+from .places import Files, Port, State
 from .registry import Checks
 
 checks = Checks("this configuration")
@@ -51,3 +52,26 @@ def state_directory(found: State) -> Finding:
     if found.free < LOW_DISK:
         return warn(words, "when the disk is full the server refuses all writes: make room")
     return ok(f"{words}, writable, nobody uses it")
+
+
+@checks.of("files of batches", Facts.files)
+def files(found: Files) -> Finding:
+    if found.problem:
+        return fail(found.problem, "another --files-dir, or put this one right")
+    words = f"{found.root}{'' if found.exists else ' (made at the first start)'}, {size(found.free)} free"
+    if found.free < LOW_DISK:
+        return warn(words, "uploads are refused, and batches stand still, when the disk is full: make room")
+    return ok(f"{words}, writable")
+
+
+@checks.of(
+    "server of batch jobs", Facts.jobs_server, "is it running, and are address and password of --batch-redis-url right?"
+)
+def jobs_server(found: JobsServer) -> Finding:
+    about = found.about
+    words = f"{about.kind} {about.version} ({found.where})"
+    if found.is_cluster:
+        return fail(f"{words}, a cluster", "RQ has no cluster mode: give a --batch-redis-url that is none")
+    if about.role != "master":
+        return fail(f"{words}, a {about.role}", "RQ writes: give the master's --batch-redis-url")
+    return ok(words)

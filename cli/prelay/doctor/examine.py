@@ -48,6 +48,31 @@ class Server:
     no_looks: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class JobsServer:
+    """The server in which RQ keeps who runs which batch."""
+
+    where: str
+    about: ServerInfo
+    is_cluster: bool
+
+
+def look_at_jobs_server(url: str) -> JobsServer:
+    """Visit it. Raise ServerError when it does not answer."""
+    try:
+        client = redis.Redis.from_url(url, protocol=2, socket_timeout=5, socket_connect_timeout=5)
+    except ValueError as error:
+        raise ServerError(f"--batch-redis-url {redact(url)}: {error}") from None
+    try:
+        return JobsServer(redact(url), inspect(client), bool(int(client.info("cluster").get("cluster_enabled", 0))))
+    except RedisError as error:
+        raise ServerError(f"--batch-redis-url {redact(url)}: {translate(error)}") from None
+    except QueueError as error:
+        raise ServerError(f"--batch-redis-url {redact(url)}: {error}") from None
+    finally:
+        client.close()
+
+
 def examine(url: str, where: str, fleet: str) -> Server:
     """Visit the server at `url`. `fleet` is the model's fingerprint, whose keys must be reachable.
 

@@ -28,10 +28,10 @@ from ..settings import Settings
 from ..sizing import Sizes, pool_bytes, sizes
 from ..statedir import StateDir, socket_path
 from ..supervisor import Supervisor
-from .examine import Server, examine
+from .examine import JobsServer, Server, examine, look_at_jobs_server
 from .fleets import Looks
 from .gpus import Gpus, look_for_gpus
-from .places import Port, State, look_at_port, look_at_state
+from .places import Files, Port, State, look_at_files, look_at_port, look_at_state
 
 T = TypeVar("T")
 
@@ -162,6 +162,23 @@ class Facts:
     @_once
     def port(self) -> Port:
         return look_at_port(self._settings, self.state())
+
+    @_once
+    def files(self) -> Files:
+        """Where files and batches are; raise NothingToLookAt where there are none."""
+        settings = self._settings
+        if settings.files_dir is not None:
+            return look_at_files(settings.files_dir.absolute())
+        if settings.url is not None or not settings.batch:
+            raise NothingToLookAt
+        return look_at_files(settings.state_dir.absolute() / "files")
+
+    @_once
+    def jobs_server(self) -> JobsServer:
+        """The server of RQ. Raise NothingToLookAt where that is the queue's own."""
+        if self._settings.batch_redis_url is None:
+            raise NothingToLookAt
+        return look_at_jobs_server(self._settings.batch_redis_url.get_secret_value())
 
     @_once
     def binary(self) -> Binary:

@@ -33,6 +33,16 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class Files:
+    """The folder of uploaded files and batches: whether it is there, why it cannot be used, and bytes that are free."""
+
+    root: Path
+    problem: str = ""
+    exists: bool = False
+    free: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Port:
     """An address to listen on: `problem` is why nobody can now, `answers` the verdict of a Prelay API that does."""
 
@@ -58,16 +68,30 @@ def look_at_state(settings: Settings) -> State:
         return State(root, wanted, f"{error.filename or root}: {error.strerror}")
 
 
+def look_at_files(root: Path) -> Files:
+    try:
+        nearest = _nearest(root)
+        return Files(root, _not_writable(nearest), nearest == root, space(nearest)[1])
+    except OSError as error:
+        return Files(root, f"{error.filename or root}: {error.strerror}")
+
+
 def _nearest(root: Path) -> Path:
     """Return the directory itself, or what is there of the ones above it."""
     return next(place for place in (root, *root.parents) if os.path.lexists(place))
 
 
-def _problem(root: Path, nearest: Path) -> str:
+def _not_writable(nearest: Path) -> str:
     if not nearest.is_dir():
         return f"{nearest} is not a directory"
     if not os.access(nearest, os.W_OK | os.X_OK):
         return f"this user may not write {nearest}"
+    return ""
+
+
+def _problem(root: Path, nearest: Path) -> str:
+    if problem := _not_writable(nearest):
+        return problem
     try:
         socket_path(root)
         if os.path.lexists(root / "server"):

@@ -12,12 +12,12 @@ import pytest
 
 from prelay.binaries import ServerBinary
 from prelay.doctor import configuration, gpus, machine, server
-from prelay.doctor.examine import Server
-from prelay.doctor.facts import Binary, Facts, Model, Pools, Processor, Swept
+from prelay.doctor.examine import JobsServer, Server
+from prelay.doctor.facts import Binary, Facts, Model, NothingToLookAt, Pools, Processor, Swept
 from prelay.doctor.finding import Finding, State
 from prelay.doctor.fleets import Fleet, Look, Looks
 from prelay.doctor.gpus import Gpus, look_for_gpus
-from prelay.doctor.places import Port
+from prelay.doctor.places import Files, Port
 from prelay.doctor.places import State as Place
 from prelay.errors import BadUsage, TooSmall
 from prelay.geometry import Geometry
@@ -288,3 +288,29 @@ def test_a_segment_file_that_goes_while_it_is_looked_at_is_no_fault(
 ) -> None:
     monkeypatch.setattr("prelay.segments.segment_files", lambda _: [tmp_path / "prelay-gone.kv"])
     assert look_at_segments(tmp_path) == Segments({}, {}, {})
+
+
+def test_the_folder_of_batches_is_writable_and_has_room() -> None:
+    root = Path("/files")
+    says(configuration.files(Files(root, "", True, 9 * GIB)), "ok", "/files, 9.0 GiB free, writable")
+    says(configuration.files(Files(root, "", False, 9 * GIB)), "ok", "made at the first start")
+    says(configuration.files(Files(root, "", True, GIB // 2)), "warn", "make room")
+    says(configuration.files(Files(root, "this user may not write /files")), "fail", "may not write", "--files-dir")
+
+
+def test_the_server_of_batch_jobs_is_a_master_and_no_cluster() -> None:
+    says(configuration.jobs_server(JobsServer("redis://jobs", ABOUT, False)), "ok", "redis 7.2.5 (redis://jobs)")
+    says(configuration.jobs_server(JobsServer("redis://jobs", ABOUT, True)), "fail", "no cluster mode")
+    replica = JobsServer("redis://jobs", replace(ABOUT, role="slave"), False)
+    says(configuration.jobs_server(replica), "fail", "a slave", "master")
+
+
+def test_without_batches_there_is_no_folder_to_look_at() -> None:
+    with pytest.raises(NothingToLookAt):
+        Facts(load({"batch": "0"}, None)).files()
+    with pytest.raises(NothingToLookAt):
+        Facts(load({"redis_url": "redis://q"}, None)).files()
+    assert Facts(load({"redis_url": "redis://q", "files_dir": "/f"}, None)).files().root == Path("/f")
+    assert Facts(load({"state_dir": "/s"}, None)).files().root == Path("/s/files")
+    with pytest.raises(NothingToLookAt):
+        Facts(load({}, None)).jobs_server()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from prelay.doctor.places import Port, State, look_at_port, look_at_state
+from prelay.doctor.places import Port, State, look_at_files, look_at_port, look_at_state
 from prelay.settings import Settings, load
 from prelay.statedir import StateDir, holder, socket_path
 
@@ -27,6 +27,15 @@ def test_a_directory_that_is_not_there_is_fit_and_stays_away(tmp_path: Path) -> 
     found = look_at_state(settings(tmp_path / "deep" / "state"))
     assert (found.problem, found.exists, found.is_running, found.free > 0) == ("", False, False, True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_files_is_looked_at_and_not_made(tmp_path: Path) -> None:
+    found = look_at_files(tmp_path / "deep" / "files")
+    assert (found.problem, found.exists, found.free > 0) == ("", False, True)
+    assert look_at_files(tmp_path).exists
+    (tmp_path / "note").write_text("")
+    assert look_at_files(tmp_path / "note" / "files").problem == f"{tmp_path / 'note'} is not a directory"
+    assert list(tmp_path.iterdir()) == [tmp_path / "note"]
 
 
 def test_one_that_is_in_use_says_by_whom_and_is_free_again_afterwards(tmp_path: Path) -> None:
