@@ -13,9 +13,10 @@ before its answer began is not run twice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ URL = "http://127.0.0.1:8000"
 PATIENCE_S = 60.0
 #: Silence in which a server that lives would have sent a comment, seconds.
 SILENCE_S = 30.0
+#: How long the helper waits for the answer to its cancel, seconds.
+FAREWELL_S = 2.0
 #: Statuses that say: not now.
 _LATER = (408, 429, 502, 503, 504)
 
@@ -48,11 +51,12 @@ def stream(
     url: str | Sequence[str] = URL,
     api_key: str | None = None,
     patience_s: float = PATIENCE_S,
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """Yield the chunks of a stream, each once, whatever happens to connections and API processes meanwhile.
 
     `path` is /v1/completions or /v1/chat/completions. Several `url`s are tried in turn. Raise StreamError for what the
-    server refuses or could not complete, and when nothing was heard for `patience_s`.
+    server refuses or could not complete, and when nothing was heard for `patience_s`. Closed before its end (so does a
+    loop that is left, when the generator is collected), it cancels the request.
     """
     course = _Course(path, dict(body), _urls(url), api_key, patience_s)
     with httpx.Client(timeout=course.timeout, trust_env=False) as client:
@@ -67,6 +71,11 @@ def stream(
                         course.refused(response.status_code, response.read())
             except httpx.TransportError as error:
                 course.lost(error)
+            except GeneratorExit:
+                if (wish := course.farewell()) is not None:
+                    with contextlib.suppress(httpx.TransportError):
+                        client.request(**wish)
+                raise
             if not course.done:
                 time.sleep(course.pause_s())
 
@@ -78,7 +87,7 @@ async def astream(
     url: str | Sequence[str] = URL,
     api_key: str | None = None,
     patience_s: float = PATIENCE_S,
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """The same for asyncio."""
     course = _Course(path, dict(body), _urls(url), api_key, patience_s)
     async with httpx.AsyncClient(timeout=course.timeout, trust_env=False) as client:
@@ -93,6 +102,11 @@ async def astream(
                         course.refused(response.status_code, await response.aread())
             except httpx.TransportError as error:
                 course.lost(error)
+            except GeneratorExit:
+                if (wish := course.farewell()) is not None:
+                    with contextlib.suppress(httpx.TransportError):
+                        await client.request(**wish)
+                raise
             if not course.done:
                 await asyncio.sleep(course.pause_s())
 
@@ -137,6 +151,13 @@ class _Course:
         if self.last_id is not None:
             headers["last-event-id"] = self.last_id
         return {"method": "GET", "url": f"{base}/v1/streams/{self.request_id}", "headers": headers}
+
+    def farewell(self) -> dict[str, Any] | None:
+        """What to send when nobody wants the rest: the server would keep the request for whoever comes back."""
+        if self.request_id is None or self.done:
+            return None
+        wanted = self.request()
+        return {"method": "DELETE", "url": wanted["url"], "headers": wanted["headers"], "timeout": FAREWELL_S}
 
     def begins(self, status: int, headers: httpx.Headers) -> bool:
         """Whether a stream comes."""

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from prelay.client import StreamError, astream, stream
+from prelay_queue.job import Claim
 from prelay_worker.config import NullModel, Role
 from tests.bed.chain import expected_chain
 from tests.bed.processes import Api, Fleet, fleet, until, until_ready
@@ -100,3 +101,31 @@ def test_a_stream_that_fails_is_an_error(quiet_api: Api, scripted: ScriptedWorke
 def test_patience_ends() -> None:
     with pytest.raises(StreamError, match=r"nothing heard for 0.3 s"):
         list(stream(COMPLETIONS, body([1]), url="http://127.0.0.1:9", patience_s=0.3))
+
+
+def test_a_stream_whose_reader_has_enough_is_cancelled_at_once(quiet_api: Api, scripted: ScriptedWorker) -> None:
+    claims: list[Claim] = []
+    thread = threading.Thread(target=lambda: _begin(scripted, claims))
+    thread.start()
+    chunks = stream(COMPLETIONS, body([6]), url=quiet_api.url)
+    assert ids_of(text_of([next(chunks)])) == [10]
+    thread.join()
+    chunks.close()
+    assert scripted.state(claims[0].id)["fin"] == "cancelled"
+
+
+async def test_so_is_that_of_the_asynchronous_one(quiet_api: Api, scripted: ScriptedWorker) -> None:
+    claims: list[Claim] = []
+    thread = threading.Thread(target=lambda: _begin(scripted, claims))
+    thread.start()
+    chunks = astream(COMPLETIONS, body([7]), url=quiet_api.url)
+    assert ids_of(text_of([await anext(chunks)])) == [10]
+    thread.join()
+    await chunks.aclose()
+    assert scripted.state(claims[0].id)["fin"] == "cancelled"
+
+
+def _begin(worker: ScriptedWorker, claims: list[Claim]) -> None:
+    """Answer the next request with one token, and leave it there."""
+    claims.append(worker.take())
+    worker.emit(claims[0], 0, [10])
