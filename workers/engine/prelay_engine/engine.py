@@ -277,7 +277,7 @@ class Engine:
             sequence = entry.sequence
             found = logprobs_of(row, sequence.prompt_ids[position], sequence.sampling.prompt_logprobs)
             entry.prompt_logprobs.append(found)
-        tokens = sample(logits[: len(wanted)], [self._draw(entry.sequence) for entry in ending])
+        tokens = sample(logits[: len(wanted)], [self._draw(entry.sequence) for entry in ending], self._model.kernels)
         notes = map(_note, ending, numbers, tokens)
         return list(zip(ending, tokens, notes, strict=True))
 

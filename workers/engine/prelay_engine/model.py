@@ -53,11 +53,11 @@ class Model:
         self.exactness = "not tested"
         self._config: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
         self._masks = MaskCache()
-        self._kernels, self._fused = kernels, fused
+        self.kernels, self._fused = kernels, fused
         self._keeps = "logits_to_keep" in inspect.signature(net.forward).parameters
 
     def batch(self, store: KvStore, spans: Sequence[Span]) -> Batch:
-        return Batch(store, spans, self._masks, self._kernels)
+        return Batch(store, spans, self._masks, self.kernels)
 
     @torch.inference_mode()
     def forward(self, store: KvStore, spans: Sequence[Span], ids: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Model:
             numerics.machine_facts()
             | {
                 "threads": None if self._fused is not None else self.threads,  # whose bits no thread changes
-                "kernels": "torch" if self._kernels is None else self._kernels.name,
+                "kernels": "torch" if self.kernels is None else self.kernels.name,
                 "dtype": str(self.geometry.dtype),
                 "native": numerics.native_bfloat16_matmul(),
                 "position_block": POSITION_BLOCK,
@@ -116,7 +116,7 @@ class Model:
     @property
     def how(self) -> str:
         """What computes it, in a few words."""
-        if self._kernels is None:
+        if self.kernels is None:
             return "torch"
         return "native kernels" if self._fused is None else "native kernels, fused layers"
 

@@ -17,6 +17,7 @@ import torch
 
 from prelay_queue.job import Sampling
 
+from .native.lib import DrawArgs, Kernels
 from .shaping import shaped, shapes
 
 Floats = npt.NDArray[np.float32]
@@ -53,19 +54,32 @@ def uniform(seed: int, seq: int) -> float:
     return (word >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, draws: Rows[Draw]) -> list[int]:
-    """One token for each row of `logits` [rows, vocabulary] (float32, on the CPU).
+def sample(logits: torch.Tensor, draws: Rows[Draw], kernels: Kernels | None = None) -> list[int]:
+    """One token for each row of `logits` [rows, vocabulary] (float32, on the CPU, each row contiguous).
 
     A row that holds a NaN or no finite value has no distribution: its token is NO_TOKEN.
     """
-    rows = logits.numpy()
-    return [_one(rows[i], draw) for i, draw in enumerate(draws)]
+    rows = [_shaped(row, draw) for row, draw in zip(logits.numpy(), draws, strict=False)]
+    if kernels is None:
+        return [_one(row, draw) for row, draw in zip(rows, draws, strict=True)]
+    return kernels.choose([_args(row, draw) for row, draw in zip(rows, draws, strict=True)], logits.shape[1])
+
+
+def _shaped(row: Floats, draw: Draw) -> Floats:
+    sampling = draw.sampling
+    return shaped(row, sampling, draw.prompt_ids, draw.ids, draw.ends) if shapes(sampling) else row
+
+
+def _args(row: Floats, draw: Draw) -> DrawArgs:
+    sampling = draw.sampling
+    point = uniform(sampling.seed, draw.seq) if sampling.temperature else 0.0
+    return DrawArgs(
+        row.ctypes.data, point, sampling.top_p, max(0, sampling.top_k), sampling.temperature, sampling.min_p
+    )
 
 
 def _one(row: Floats, draw: Draw) -> int:
     sampling = draw.sampling
-    if shapes(sampling):
-        row = shaped(row, sampling, draw.prompt_ids, draw.ids, draw.ends)
     best = int(np.argmax(row))  # of equals the first; a NaN is the greatest of all
     peak = row[best]
     if not np.isfinite(peak):

@@ -1,4 +1,5 @@
 // What Python calls (native/lib.py has the same shapes). dtype: 0 float32, 1 bfloat16. No function fails.
+#include "choose.h"
 #include "decoder.h"
 
 using namespace prelay;
@@ -105,6 +106,13 @@ void prelay_attend(void *pool, int64_t dtype, const Span *spans, int64_t count, 
         attend_all<bf16>(threads, spans, count, layer, *in, heads, kv_heads, dim, *form, static_cast<bf16 *>(to));
     else
         attend_all<float>(threads, spans, count, layer, *in, heads, kv_heads, dim, *form, static_cast<float *>(to));
+}
+
+void prelay_choose(void *pool, const Draw *draws, int64_t count, int64_t vocabulary, int64_t *tokens) {
+    static_cast<Pool *>(pool)->run(int(count), [&](int i) {
+        static thread_local Chooser chooser;
+        tokens[i] = chooser.choose(draws[i], vocabulary);
+    });
 }
 
 void prelay_step(void *pool, int64_t dtype, const Net *net, const Span *spans, int64_t count,

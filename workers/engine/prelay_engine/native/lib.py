@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,15 @@ class _Inputs(Structure):
         *((name, c_void_p) for name in ("query", "key", "value")),
         *((f"{name}_{what}", c_int64) for name in ("query", "key", "value") for what in ("row", "head")),
     )
+
+
+class DrawArgs(Structure):
+    """What is to be drawn from the row of float32 logits at `row`; see `sampler.py`."""
+
+    _fields_ = (
+        ("row", c_void_p), ("point", c_double), ("top_p", c_double), ("top_k", c_int64), ("temperature", c_float),
+        ("min_p", c_float),
+    )  # fmt: skip
 
 
 class _Form(Structure):
@@ -116,6 +125,7 @@ class Kernels:
             c_void_p, c_int64, c_void_p, c_int64, c_int64, POINTER(_Inputs), c_int64, c_int64, c_int64, POINTER(_Form),
             c_void_p,
         )  # fmt: skip
+        lib.prelay_choose.argtypes = (c_void_p, POINTER(DrawArgs), c_int64, c_int64, c_void_p)
         lib.prelay_step.argtypes = (
             c_void_p, c_int64, POINTER(NetArgs), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p,
             c_int64, c_void_p,
@@ -185,6 +195,14 @@ class Kernels:
             out.data_ptr(),
         )  # fmt: skip
         return out
+
+    def choose(self, draws: Sequence[DrawArgs], vocabulary: int) -> list[int]:
+        """A token for each draw; -1 where the row holds a NaN or no finite peak."""
+        tokens = np.empty(len(draws), dtype=np.int64)
+        args = (DrawArgs * len(draws))(*draws)
+        self._lib.prelay_choose(self._pool, args, len(draws), vocabulary, tokens.ctypes.data)
+        found: list[int] = tokens.tolist()
+        return found
 
     def step(
         self,
