@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prelay_engine.attention import Span
+from prelay_engine.demo import default_cache
 from prelay_engine.engine import Engine
 from prelay_engine.logprobs import logprobs_of
+from prelay_engine.native.build import library
+from prelay_engine.native.lib import Kernels
 from prelay_engine.sequence import NewToken, Sequence
 from prelay_queue.note import Note, TokenLogprobs
 
@@ -20,24 +23,34 @@ from .conftest import LoadModel, contiguous, paged
 from .test_engine import PROMPTS, engine_of, sequence
 
 rows = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
+#: More than a few blocks of the native kernels, and many that are equal.
+many = st.lists(st.integers(-20, 20).map(float), min_size=130, max_size=400)
 
 
-@given(rows, st.data())
-def test_they_are_the_softmax_s_and_ranked_by_it(values: list[float], data: st.DataObject) -> None:
+#: How they are computed, and how far from the exact ones they may be: native kernels take exponentials in float32.
+WAYS = [(Kernels(library(default_cache(), print), 1), 1e-6), (None, 1e-9)]
+
+
+@pytest.mark.parametrize(("kernels", "near"), WAYS, ids=["native", "numpy"])
+@given(st.one_of(rows, many), st.data())
+def test_they_are_the_softmax_s_and_ranked_by_it(
+    kernels: Kernels | None, near: float, values: list[float], data: st.DataObject
+) -> None:
     row = np.array(values, dtype=np.float32)
     token, count = data.draw(st.integers(0, len(row) - 1)), data.draw(st.integers(0, len(row) + 2))
     logs = torch.log_softmax(torch.tensor(values, dtype=torch.float64), 0).tolist()
-    found = logprobs_of(row, token, count)
+    found = logprobs_of(row, token, count, kernels)
     order = sorted(range(len(row)), key=lambda each: (-row[each], each))
-    assert found.logprob == pytest.approx(logs[token], abs=1e-9)
+    assert found.logprob == pytest.approx(logs[token], abs=near)
     assert found.rank == order.index(token) + 1
     assert [each for each, _ in found.top] == order[:count]
-    assert [value for _, value in found.top] == pytest.approx([logs[each] for each in order[:count]], abs=1e-9)
+    assert [value for _, value in found.top] == pytest.approx([logs[each] for each in order[:count]], abs=near)
 
 
-def test_a_banned_token_is_impossible_and_the_rest_add_up() -> None:
+@pytest.mark.parametrize("kernels", [way for way, _ in WAYS], ids=["native", "numpy"])
+def test_a_banned_token_is_impossible_and_the_rest_add_up(kernels: Kernels | None) -> None:
     row = np.array([1.0, -np.inf, 2.0], dtype=np.float32)
-    found = logprobs_of(row, 1, 3)
+    found = logprobs_of(row, 1, 3, kernels)
     assert (found.logprob, found.rank) == (-np.inf, 3)
     assert sum(np.exp(value) for _, value in found.top) == pytest.approx(1)
 
@@ -69,7 +82,7 @@ def expected(tiny_model: LoadModel) -> list[Note]:
     kv.open("all", len(everything), len(everything))
     logits = model.forward(kv, [Span("all", 0, len(everything))], everything, range(len(everything))).numpy()
     said: list[TokenLogprobs] = [
-        logprobs_of(logits[place], token, 2 if place < len(prompt) - 1 else 3)
+        logprobs_of(logits[place], token, 2 if place < len(prompt) - 1 else 3, model.kernels)
         for place, token in enumerate([*prompt[1:], *ids])
     ]
     first, rest = said[len(prompt) - 1], said[len(prompt) :]

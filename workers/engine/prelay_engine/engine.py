@@ -18,6 +18,7 @@ from .errors import ConfigError, EngineError, NoRoom, UnknownSequence
 from .kv import KvStore
 from .logprobs import Floats, logprobs_of
 from .model import Model
+from .native.lib import Kernels
 from .prefix import Chain
 from .sampler import NO_TOKEN, Draw, sample
 from .scheduler import Plan, Row, schedule
@@ -275,10 +276,11 @@ class Engine:
         numbers = logits.numpy()
         for row, (entry, position) in zip(numbers[len(wanted) :], asked, strict=True):
             sequence = entry.sequence
-            found = logprobs_of(row, sequence.prompt_ids[position], sequence.sampling.prompt_logprobs)
+            count = sequence.sampling.prompt_logprobs
+            found = logprobs_of(row, sequence.prompt_ids[position], count, self._model.kernels)
             entry.prompt_logprobs.append(found)
         tokens = sample(logits[: len(wanted)], [self._draw(entry.sequence) for entry in ending], self._model.kernels)
-        notes = map(_note, ending, numbers, tokens)
+        notes = map(partial(_note, self._model.kernels), ending, numbers, tokens)
         return list(zip(ending, tokens, notes, strict=True))
 
     def _draw(self, sequence: Sequence) -> Draw:
@@ -355,11 +357,11 @@ def _reported(sequence: Sequence, span: Span) -> range:
     return range(span.start, min(span.start + span.length, len(sequence.prompt_ids) - 1))
 
 
-def _note(entry: _Entry, row: Floats, token: int) -> Note:
+def _note(kernels: Kernels | None, entry: _Entry, row: Floats, token: int) -> Note:
     """What is said of a token that was drawn from a row of logits [vocabulary]."""
     sequence = entry.sequence
     count = sequence.sampling.logprobs
-    own = logprobs_of(row, token, count) if count >= 0 and token != NO_TOKEN else None
+    own = logprobs_of(row, token, count, kernels) if count >= 0 and token != NO_TOKEN else None
     if sequence.ids:
         return Note(own) if own else NOTHING
     return Note(own, tuple(entry.prompt_logprobs), sequence.hits)

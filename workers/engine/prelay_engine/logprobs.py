@@ -10,11 +10,16 @@ import numpy.typing as npt
 
 from prelay_queue.note import TokenLogprobs
 
+from .native.lib import Kernels
+
 Floats = npt.NDArray[np.float32]
 
 
-def logprobs_of(row: Floats, token: int, count: int) -> TokenLogprobs:
+def logprobs_of(row: Floats, token: int, count: int, kernels: Kernels | None = None) -> TokenLogprobs:
     """`token` and the `count` likeliest of a row of logits [vocabulary]. Of equals the lower id ranks first."""
+    if kernels is not None:
+        log, rank, ids, likely = kernels.describe(row, token, count)
+        return TokenLogprobs(log, rank, tuple(zip(ids, likely, strict=True)))
     shifted = row.astype(np.float64) - np.float64(row.max())
     logs = shifted - np.log(np.exp(shifted).sum())
     own = row[token]

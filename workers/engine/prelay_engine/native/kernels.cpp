@@ -108,6 +108,12 @@ void prelay_attend(void *pool, int64_t dtype, const Span *spans, int64_t count, 
         attend_all<float>(threads, spans, count, layer, *in, heads, kv_heads, dim, *form, static_cast<float *>(to));
 }
 
+void prelay_describe(const float *row, int64_t vocabulary, int64_t token, int64_t count, double *own, int64_t *rank,
+                     int64_t *ids, double *logs) {
+    static thread_local Chooser chooser;
+    chooser.describe(row, vocabulary, token, count, own, rank, ids, logs);
+}
+
 void prelay_choose(void *pool, const Draw *draws, int64_t count, int64_t vocabulary, int64_t *tokens) {
     static_cast<Pool *>(pool)->run(int(count), [&](int i) {
         static thread_local Chooser chooser;

@@ -19,6 +19,7 @@ from .arena import Arena
 _SPIN_NS = 100_000
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 
+Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.int64]
 
 
@@ -126,6 +127,9 @@ class Kernels:
             c_void_p,
         )  # fmt: skip
         lib.prelay_choose.argtypes = (c_void_p, POINTER(DrawArgs), c_int64, c_int64, c_void_p)
+        lib.prelay_describe.argtypes = (
+            c_void_p, c_int64, c_int64, c_int64, POINTER(c_double), POINTER(c_int64), c_void_p, c_void_p,
+        )  # fmt: skip
         lib.prelay_step.argtypes = (
             c_void_p, c_int64, POINTER(NetArgs), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p,
             c_int64, c_void_p,
@@ -203,6 +207,17 @@ class Kernels:
         self._lib.prelay_choose(self._pool, args, len(draws), vocabulary, tokens.ctypes.data)
         found: list[int] = tokens.tolist()
         return found
+
+    def describe(self, row: Floats, token: int, count: int) -> tuple[float, int, list[int], list[float]]:
+        """Of a row of logits [vocabulary]: log p(token), its rank, and the `count` likeliest ids with theirs.
+
+        Of equals the lower id ranks first.
+        """
+        count = min(count, len(row))
+        own, rank = c_double(), c_int64()
+        ids, logs = np.empty(count, dtype=np.int64), np.empty(count)
+        self._lib.prelay_describe(row.ctypes.data, len(row), token, count, own, rank, ids.ctypes.data, logs.ctypes.data)
+        return own.value, rank.value, ids.tolist(), logs.tolist()
 
     def step(
         self,
