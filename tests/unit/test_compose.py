@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from prelay.main import main
 from prelay.options import API, BATCH_WORKER, DECODE, OPTIONS, PREFILL
 from prelay.settings import Settings
 from tests.bed.compose import ROOT, config, seconds, tool
@@ -103,6 +104,21 @@ def test_workers_on_gpus_see_all_of_them_and_compute_on_one() -> None:
         assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
         assert spec["environment"]["CUDA_VISIBLE_DEVICES"] == "0"
         assert spec["environment"]["PRELAY_DEVICE"] == "cuda"
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_worker_on_a_gpu_says_that_it_cannot_compute_yet(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = services()[name]
+    for variable, value in spec["environment"].items():
+        monkeypatch.setenv(variable, value)
+    (tmp_path / "password").write_text("hush")
+    monkeypatch.setenv("PRELAY_REDIS_PASSWORD_FILE", str(tmp_path / "password"))
+    program, *words = spec["command"]
+    assert program == "prelay"
+    assert main(words) == 2
+    assert "GPUs are not built yet" in capsys.readouterr().err
 
 
 def test_redis_is_new_enough_keeps_what_it_has_and_throws_nothing_away() -> None:
