@@ -100,6 +100,9 @@ OPTIONS: dict[str, Option] = {
         Option("max_running", "N", "Sequences that one worker runs at a time.", "64", _WORKERS),
         Option("prefill_chunk", "TOKENS", "Prompt tokens computed in one step.", "256", _WORKERS),
         Option(
+            "batch_step_ms", "MS", "Prompts of batches are computed in steps that take about so long.", "200", _WORKERS,
+        ),
+        Option(
             "prefix_cache", "on|off", "Keep the KV of prompts and answers for prompts that begin alike, as long as its"
             " memory is not needed: in prefill and unified workers.", "on", _WORKERS,
         ),
@@ -180,7 +183,8 @@ OPTIONS: dict[str, Option] = {
 
 _NULL = ("null_model", "null_divergent", "null_step_ms", "null_prefill_ms", "null_vocab")
 _RUN = (
-    "device", "dtype", "kernels", "max_model_len", "block_size", "max_running", "prefill_chunk", "prefix_cache",
+    "device", "dtype", "kernels", "max_model_len", "block_size", "max_running", "prefill_chunk", "batch_step_ms",
+    "prefix_cache",
     "max_preemptions", "patience_s", "threads", "metrics_port", "metrics_host", *_NULL,
 )  # fmt: skip
 _COMMON = ("redis_url", "redis_password_file", "model", "log_level", "log_format")

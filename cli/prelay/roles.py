@@ -104,6 +104,7 @@ def run_worker(role: str, settings: Settings) -> int:
         kernels=settings.kernels,
         max_running=settings.max_running,
         prefill_chunk=settings.prefill_chunk,
+        batch_step_ms=settings.batch_step_ms,
         max_model_len=settings.max_model_len,
         threads=mine.threads,
         max_preemptions=settings.max_preemptions,

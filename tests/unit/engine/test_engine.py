@@ -4,15 +4,19 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 
+from prelay_engine.attention import Span
+from prelay_engine.blocks import BlockPool
 from prelay_engine.config import EngineConfig
 from prelay_engine.engine import Engine
 from prelay_engine.errors import ConfigError, EngineError, NoRoom, UnknownSequence
-from prelay_engine.kv import KvStore
+from prelay_engine.flag import Flag
+from prelay_engine.kv import KvStore, PagedKv
 from prelay_engine.sequence import NewToken, Sequence, Step
 from prelay_queue.job import FinishReason, Sampling
 
@@ -381,8 +385,8 @@ def test_logits_that_are_no_numbers_end_their_own_sequence_only(
     model = tiny_model("float32")
     real = model.forward
 
-    def poisoned(store: KvStore, spans: list, ids: list[int], wanted: list[int]) -> torch.Tensor:  # type: ignore[type-arg]
-        logits = real(store, spans, ids, wanted).clone()
+    def poisoned(store: KvStore, spans: list[Span], ids: list[int], wanted: list[int], abandon: None) -> torch.Tensor:
+        logits = real(store, spans, ids, wanted, abandon).clone()
         if len(wanted) == 2:
             logits[[span.key for span in spans].index("job1@1")] = float("nan")
         return logits
@@ -402,3 +406,103 @@ def test_its_repr_shows_its_state(tiny_model: LoadModel) -> None:
     engine.add(sequence(4))
     engine.step()
     assert repr(engine) == "<Engine 61/64 blocks free; job4@1: prefill 24/37>"
+
+
+class Sometimes(Flag):
+    """Set at every fifth look: before any of three layers, and not in each step."""
+
+    looks = 0
+
+    def is_set(self) -> bool:
+        self.looks += 1
+        return self.looks % 5 == 4
+
+
+def abandon(engine: Engine, flag: Flag) -> tuple[Answers, int]:
+    """Run a batch of all prompts in steps that `flag` abandons; how many were."""
+    answers: Answers = {}
+    abandoned = 0
+    for number in range(len(PROMPTS)):
+        engine.add(sequence(number, priority=2))
+    while engine.has_work:
+        before = engine.computed_tokens
+        for new in engine.step(flag).tokens:
+            answers.setdefault(new.key, []).append(new.token)
+        abandoned += engine.computed_tokens == before
+    assert engine.computed_tokens == sum(len(PROMPTS[number]) + 11 for number in range(len(PROMPTS)))
+    stats = engine.stats()
+    assert stats.free + stats.cached == stats.total
+    return answers, abandoned
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_steps_of_a_batch_that_are_abandoned_at_any_layer_change_no_token(tiny_model: LoadModel, cache: bool) -> None:
+    model = tiny_model("float32", "torch")
+    plain = Engine(model, contiguous(model), CONFIG)
+    for number in range(len(PROMPTS)):
+        plain.add(sequence(number))
+    engine = Engine(model, PagedKv(model.geometry, BlockPool(64), 16, paged(model).tensor, cache), CONFIG)
+    answers, abandoned = abandon(engine, Sometimes())
+    assert answers == run(plain)
+    assert abandoned > 10
+
+
+def test_native_steps_are_abandoned_while_the_flag_is_set_but_for_every_third(
+    tiny_model: LoadModel, expected: Answers
+) -> None:
+    flag = Flag()
+    flag.set()
+    engine = engine_of(tiny_model)
+    answers, abandoned = abandon(engine, flag)
+    assert answers == expected
+    assert abandoned > 20
+
+
+def test_native_steps_may_be_abandoned_at_any_moment(tiny_model: LoadModel, expected: Answers) -> None:
+    flag, stop = Flag(), threading.Event()
+
+    def wave() -> None:
+        while not stop.wait(0.0002):
+            flag.clear() if flag.is_set() else flag.set()
+
+    waver = threading.Thread(target=wave)
+    waver.start()
+    answers, _ = abandon(engine_of(tiny_model), flag)
+    stop.set()
+    waver.join()
+    assert answers == expected
+
+
+def test_a_step_with_an_urgent_row_is_not_abandoned_and_the_batch_waits_for_its_prompt(
+    tiny_model: LoadModel, expected: Answers
+) -> None:
+    engine = engine_of(tiny_model)
+    engine.add(sequence(0, priority=2))
+    engine.add(sequence(8, priority=1))
+    flag = Flag()
+    flag.set()
+    answers: Answers = {}
+    while "job8@1" not in answers:
+        before = engine.computed_tokens
+        for new in engine.step(flag).tokens:
+            answers.setdefault(new.key, []).append(new.token)
+        assert before < engine.computed_tokens <= len(PROMPTS[8])
+    assert list(answers) == ["job8@1"]
+    run(engine, answers)
+    assert answers == {key: expected[key] for key in ("job8@1", "job0@1")}
+
+
+def test_a_batch_beside_decoding_urgent_rows_goes_on_in_their_steps(tiny_model: LoadModel, expected: Answers) -> None:
+    engine = engine_of(tiny_model)
+    engine.add(sequence(8, priority=0, tokens=60))
+    while engine.step().tokens == ():
+        pass
+    for number in range(2):
+        engine.add(sequence(number, priority=2))
+    steps = [engine.step().tokens for _ in range(58)]
+    assert all("job8@1" in {new.key for new in step} for step in steps), "it is in each step"
+    answers: Answers = {}
+    for new in chain.from_iterable(steps):
+        answers.setdefault(new.key, []).append(new.token)
+    assert answers["job0@1"] == expected["job0@1"], "and the batch did not wait for its end"
+    assert answers["job1@1"] == expected["job1@1"]

@@ -136,7 +136,8 @@ class Worker:
     def room(self) -> policy.Room:
         busy = sum(holder.slot for holder in self.holders())
         spare = self.free - sum(map(self.grows, self.attempts.values()))
-        return policy.Room(spare, self.slots - busy, self.size)
+        spared = int(policy.HEADROOM * self.size), int(policy.HEADROOM * self.slots)
+        return policy.Room(spare, self.slots - busy, self.size, False, *spared)
 
     # One tick.
 
@@ -231,7 +232,7 @@ class Worker:
         room = self.room()
         low = sum(a.reserved for a in self.attempts.values() if a.urgency > 0)
         over = first.reserved and first.urgency > 0 and low > 0 and low + first.needs > self.size / 2
-        assert first.needs > room.blocks or room.slots < 1 or over, f"{first} could begin: {self}"
+        assert not policy.fits(first, self.holders(), room) or over, f"{first} could begin: {self}"
 
     def give_up(self, name: str) -> None:
         job = self.attempts.pop(name).job
@@ -242,7 +243,7 @@ class Worker:
 
     def step(self) -> None:
         running = {n: a for n, a in self.attempts.items() if a.phase in ("prefill", "decode")}
-        plan = scheduler.schedule([self.row(n, a) for n, a in running.items()], self.free, CHUNK)
+        plan = scheduler.schedule([self.row(n, a) for n, a in running.items()], self.free, scheduler.Limits(CHUNK))
         for name in plan.evicted:
             assert not running[name].reserved
             self.give_up(name)

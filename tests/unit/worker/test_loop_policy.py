@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 
 from prelay_queue.job import Claim, Priority
 from prelay_worker.config import Role
-from prelay_worker.messages import Copied, Exported, Message, Release
+from prelay_worker.messages import Claimed, Copied, Exported, Message, Release
 from prelay_worker.policy import Opening
 from prelay_worker.worker import Worker
 from prelay_worker.writer import Adopt, GiveUp, Handoff, Recall, Write
@@ -73,6 +74,42 @@ def test_a_job_that_is_being_copied_in_is_evicted_only_when_the_copy_has_ended()
     give(worker, Copied("b/0@1"))
     assert writes == [Adopt("b/0", 1), GiveUp("b/0", 1, "urgent")]
     assert list(worker.attempts) == ["now/0@1"]
+
+
+# In the middle of a step.
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_an_urgent_claim_calls_the_loop_from_a_step_until_it_is_heard(role: Role) -> None:
+    worker, _ = make_worker(role)
+    called = []
+    for message in (Claimed(batch("b/0")), Release("b/0", 1), Claimed(urgent())):
+        worker._post(message)
+        called.append(worker._called.is_set())
+    worker._drain_inbox()
+    assert [*called, worker._called.is_set()] == [False, False, True, False]
+
+
+def test_what_an_urgent_head_may_wait_for_calls_the_loop_too() -> None:
+    worker, _ = staged("b/0")
+    give(worker, urgent(prompt=8))
+    worker._post(Release("b/0", 1))
+    assert worker._called.is_set()
+    give(worker)
+    assert list(worker.attempts) == ["now/0@1"]
+    worker._post(Release("b/0", 1))
+    assert not worker._called.is_set(), "nobody waits any more"
+
+
+def test_an_urgent_copy_that_has_ended_calls_the_loop_and_that_of_a_batch_job_does_not() -> None:
+    worker, _ = make_worker(Role.DECODE)
+    worker._copiers.submit = lambda *_: None  # type: ignore[attr-defined]
+    for priority, called in ((Priority.BATCH, False), (Priority.NORMAL, True)):
+        kv = orjson.dumps({"null": f"{priority}/0", "tokens": 4})
+        claim = make_claim(f"{priority}/0", priority=priority, ids=(7,), kv=kv)
+        give(worker, claim)
+        worker._copy(claim)  # type: ignore[attr-defined]
+        assert worker._called.is_set() == called
 
 
 # For blocks.

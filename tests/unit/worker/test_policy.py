@@ -76,6 +76,18 @@ def test_reservations_of_lower_classes_hold_half_of_the_pool_together_and_a_sing
     assert decide([head(urgency=BATCH, needs=8)], [kept], room) == Begin("h")
 
 
+def test_a_batch_head_leaves_the_headroom_to_others_unless_nothing_is_held() -> None:
+    room = Room(blocks=5, slots=3, total=40, spared_blocks=2, spared_slots=1)
+    held = [batch()]
+    assert decide([head(urgency=BATCH, needs=3)], held, room) == Begin("h")
+    assert decide([head(urgency=BATCH, needs=4)], held, room) is None
+    assert decide([head(urgency=BATCH, needs=4)], [], room) == Begin("h")
+    assert decide([head(urgency=BATCH, needs=3)], held, replace(room, slots=1)) is None
+    for urgency in (URGENT, NORMAL):
+        assert decide([head(urgency=urgency, needs=5)], held, replace(room, slots=1)) == Begin("h")
+    assert opening([head(urgency=BATCH, needs=4)], held, room).room == BATCH, "who is more urgent is claimed"
+
+
 # Who is evicted.
 
 

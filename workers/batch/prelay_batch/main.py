@@ -34,6 +34,8 @@ from .worker import BatchWorker
 
 log = logging.getLogger("prelay.batch")
 
+#: By how much this process and its forks stand back for others on the machine: those serve online requests, too.
+NICE = 10
 #: Lost jobs of RQ are looked for this often, seconds.
 MAINTENANCE_S = 30
 #: And a work horse, seconds.
@@ -46,6 +48,7 @@ def run(config: BatchConfig) -> int:
     """Run batches until told to stop; return the exit code. What cannot work is one line on stderr and 1."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forks follow; and what is idle is left to others
+    os.nice(NICE)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

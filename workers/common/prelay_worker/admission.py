@@ -71,6 +71,12 @@ class Admission:
             count += 1
         return count
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one more job may be claimed into free room."""
+        with self._changed:
+            return self._is_fresh() and self._has_room() and self._opening.room > 0
+
     def charge(self, key: str, tokens: int, alone: bool) -> None:
         """A job was claimed. If it does not fit it becomes the head and nothing more is claimed for now."""
         with self._changed:
@@ -87,8 +93,14 @@ class Admission:
         return -(-(tokens + 1) // self._block_size)
 
     def _classes(self) -> int:
-        if time.monotonic() - self._published > STEP_S:
+        if not self._is_fresh():
             return 0
-        if len(self._inflight) < self._slots and sum(self._inflight.values()) < self._blocks:
+        if self._has_room():
             return self._opening.room
         return 0 if self._inflight else self._opening.full
+
+    def _is_fresh(self) -> bool:
+        return time.monotonic() - self._published <= STEP_S
+
+    def _has_room(self) -> bool:
+        return len(self._inflight) < self._slots and sum(self._inflight.values()) < self._blocks

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from prelay_engine.flag import Flag
 from prelay_engine.sequence import Sequence, Step
 from prelay_engine.stats import BlockStats
 
@@ -76,7 +77,10 @@ class EngineLike(Protocol):
         """Give back the blocks of a held sequence."""
         ...
 
-    def step(self) -> Step: ...
+    def step(self, urgent: Flag | None = None) -> Step:
+        """Compute one batch. If it has only work of class batch, it may be abandoned once `urgent` is set."""
+        ...
+
     def stats(self) -> BlockStats: ...
 
 

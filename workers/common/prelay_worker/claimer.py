@@ -36,8 +36,9 @@ LOOK_AHEAD = 8
 MOST_AT_ONCE = 16
 SHARE = 16
 
-#: While only the upper classes may be claimed, their streams are looked at this often. They are not waited for in a
-#: blocking read: a worker with room, which does wait, is to have such a job first.
+#: While only the upper classes may be claimed, their streams are waited for no longer than this, seconds. Where there
+#: is no room for them they are not waited for in a blocking read, but looked at this often: a worker with room, which
+#: does wait, is to have such a job first.
 LOOK_S = 0.05
 
 
@@ -124,11 +125,11 @@ class Claimer:
                 return
         if self._short_tokens and self._take_short(classes):
             return
-        if classes < CLASSES:
+        if classes < CLASSES and not self._admission.has_room:
             self._admission.wait_wider(classes, LOOK_S)
         else:
-            block_ms = int(LOOK_S * 1000) if self._short_tokens else 1000
-            self._take(self._read(list(self._streams), ">", block_ms))
+            block_ms = int(LOOK_S * 1000) if self._short_tokens or classes < CLASSES else 1000
+            self._take(self._read(list(self._streams[: 2 * classes]), ">", block_ms))
 
     def _take_short(self, classes: int) -> bool:
         """Claim the first short prefill that waits, if one does.

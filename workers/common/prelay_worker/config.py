@@ -45,6 +45,8 @@ class WorkerConfig:
     kernels: str = "auto"
     max_running: int = 32
     prefill_chunk: int = 256
+    #: What a step should take that has prompts of class batch only, milliseconds.
+    batch_step_ms: float = 200.0
     max_model_len: int | None = None
     threads: int = 1
     max_preemptions: int = 3

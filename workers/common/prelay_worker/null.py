@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from prelay_engine.flag import Flag
 from prelay_engine.sequence import NOTHING, NewToken, Sequence, Step
 from prelay_engine.stats import BlockStats
 from prelay_queue import failpoints
@@ -189,7 +190,7 @@ class NullEngine:
         free = self._free()
         return BlockStats(self._total, free, copying, leased=self._total - free - copying)
 
-    def step(self) -> Step:
+    def step(self, urgent: Flag | None = None) -> Step:  # noqa: ARG002 - its steps are short
         active = [r for r in self._held.values() if r.state in ("prefill", "decode")]
         self._suffer(active)
         prefilled = self._prefilled(active)

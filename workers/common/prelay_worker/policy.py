@@ -12,10 +12,12 @@ module does before the step, for a job that was claimed and waits here (a *head*
    the latest first, no more of them than it takes, and none if all together would not make it fit. Never an equal, nor
    a normal one, nor one that has been preempted `max_preemptions` times, nor one whose copy or hand-over is under way.
    A prefilled attempt that waits for a decode worker counts too: it holds blocks, if no slot.
-4. *Reservation.* A job preempted `max_preemptions` times is admitted, where it decodes, with the KV of its whole answer
+4. *Headroom.* A batch head leaves `HEADROOM` of the blocks and of the slots free, unless nothing is held here: so a
+   job that comes now and then is claimed at once, and nobody is evicted for it.
+5. *Reservation.* A job preempted `max_preemptions` times is admitted, where it decodes, with the KV of its whole answer
    and is not evicted again. Only the first head is looked at, so one reservation is pending at a time. Together,
    reservations below interactive hold at most `RESERVED_SHARE` of the pool; a single one may exceed it.
-5. *Claims.* While a head waits, only classes above its urgency are claimed: it lets the more urgent pass until its
+6. *Claims.* While a head waits, only classes above its urgency are claimed: it lets the more urgent pass until its
    patience has made it the most urgent, and then nobody. While there is no room, classes are claimed for which rule 3
    has a victim.
 
@@ -47,6 +49,8 @@ URGENCY = {priority: urgency for urgency, priority in enumerate(Priority)}
 CLASSES = len(URGENCY)
 #: From here on an attempt may be evicted for a more urgent head.
 EVICTABLE = URGENCY[Priority.BATCH]
+#: Of a worker's blocks and slots, rounded down: what batch jobs leave to others.
+HEADROOM = 1 / 16
 #: Of a worker's pool: what reservations below interactive may hold together.
 RESERVED_SHARE = 0.5
 
@@ -85,6 +89,8 @@ class Room:
     slots: int
     total: int
     closed: bool = False  # somebody runs alone: nobody is admitted
+    spared_blocks: int = 0  # of the free ones: batch heads leave them to others
+    spared_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,7 @@ def decide(heads: Iterable[Head], holders: Sequence[Holder], room: Room) -> Begi
     first = next(iter(in_order(heads)), None)
     if first is None or room.closed or _must_wait(first, holders, room):
         return None
-    if first.needs <= room.blocks and room.slots:
+    if fits(first, holders, room):
         return Begin(first.key)
     victims = _victims(first, holders, first.needs - room.blocks, 1 - room.slots)
     return Evict(victims) if victims else None
@@ -136,11 +142,22 @@ def decide(heads: Iterable[Head], holders: Sequence[Holder], room: Room) -> Begi
 def begins(first: Head, room: Room) -> bool:
     """Whether `decide` begins the first head, whatever runs. False: it has to look."""
     asks = first.alone or (first.reserved and first.urgency > 0)
-    return not (asks or room.closed) and first.needs <= room.blocks and room.slots > 0
+    return not (asks or room.closed) and _fits(first, room, held=True)
+
+
+def fits(head: Head, holders: Sequence[Holder], room: Room) -> bool:
+    """Whether there are a slot and the blocks for it, and, for a batch head, the headroom beside it (rule 4)."""
+    return _fits(head, room, held=bool(holders))
+
+
+def _fits(head: Head, room: Room, held: bool) -> bool:
+    batch = head.urgency >= EVICTABLE and held
+    blocks, slots = (room.spared_blocks, room.spared_slots) if batch else (0, 0)
+    return head.needs <= room.blocks - blocks and room.slots > slots
 
 
 def opening(heads: Iterable[Head], holders: Iterable[Holder], room: Room) -> Opening:
-    """Which classes may be claimed while these heads wait (rule 5)."""
+    """Which classes may be claimed while these heads wait (rule 6)."""
     waiting = in_order(heads)
     if room.closed or any(head.alone for head in waiting):
         return Opening()

@@ -112,6 +112,7 @@ def _build(config: WorkerConfig, worker: str) -> Backend:
         num_blocks=config.kv_blocks,
         max_running=config.max_running,
         prefill_chunk=config.prefill_chunk,
+        batch_step_ms=config.batch_step_ms,
         max_model_len=config.max_model_len,
         threads=config.threads,
         kernels=cast(KernelsChoice, config.kernels),

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import orjson
 
+from prelay_engine.flag import Flag
 from prelay_engine.sequence import NewToken, Sequence, Step
 from prelay_queue import trace
 from prelay_queue.client import SyncQueue
@@ -77,17 +78,19 @@ class Worker(ABC):
         self._heads = Heads(config.patience_s, self._needs, self.reserved)
         self._wanted_back: dict[str, bool] = {}  # evictions asked for before their claim arrived
         self._draining = False
+        self._urgent_waits = False  # at the head, and the model loop cannot begin it yet
+        self._called = Flag()  # something was posted for which batch work is to be left
         self._admission = Admission(backend.block_size)
-        self.leases = LeaseKeeper(self.queue, self.id, backend.transport, self._inbox.put, recorder)
+        self.leases = LeaseKeeper(self.queue, self.id, backend.transport, self._post, recorder)
         self.writer = Writer(self.queue, self.id, backend.transport.domain, self._hear_writer, recorder)
-        self._control = Control(self.queue, self.id, self._inbox.put)
+        self._control = Control(self.queue, self.id, self._post)
         self._claimer = Claimer(
             self.queue,
             self.id,
             self.stage(),
             self._admission,
             self.leases,
-            self._inbox.put,
+            self._post,
             self.short_tokens(),
             recorder,
         )
@@ -171,8 +174,20 @@ class Worker(ABC):
         self._end_overdue()
         self._admit_heads()
         if self.engine.has_work:
-            self._after(self.engine.step())
+            self._after(self.engine.step(self._called))
         self._publish()
+
+    def _post(self, message: Message) -> None:
+        """What any other thread tells the model loop, which leaves a batch's step if an urgent job can go on by it."""
+        self._inbox.put(message)
+        if isinstance(message, Claimed):
+            self._call_for(message.claim)
+        elif self._urgent_waits:  # what it waits for may be this
+            self._called.set()
+
+    def _call_for(self, claim: Claim) -> None:
+        if policy.URGENCY[claim.spec.priority] < policy.EVICTABLE:
+            self._called.set()
 
     def _hear(self) -> None:
         if not self.engine.has_work:
@@ -183,6 +198,7 @@ class Worker(ABC):
         self._drain_inbox()
 
     def _drain_inbox(self) -> None:
+        self._called.clear()  # before the messages are read: one that comes meanwhile is heard, or calls again
         while True:
             try:
                 self._on(self._inbox.get_nowait())
@@ -243,7 +259,8 @@ class Worker(ABC):
                     for key in keys:
                         self._make_room(self.attempts[key])
                 case None:
-                    return
+                    break
+        self._urgent_waits = any(head.urgency < policy.EVICTABLE for head in self._heads.rows())
 
     def _begin_what_fits(self) -> None:
         """The heads in order, as long as nothing that runs need be looked at: hundreds may come at once to hundreds."""
@@ -299,8 +316,9 @@ class Worker(ABC):
         return attempt.holder(self.engine.gives(attempt.key), self.config.max_preemptions)
 
     def _room(self) -> policy.Room:
-        closed = self._draining or self._runs_alone()
-        return policy.Room(self.engine.spare, self._slots(), self.config.kv_blocks, closed)
+        config, closed = self.config, self._draining or self._runs_alone()
+        spared = (int(policy.HEADROOM * each) for each in (config.kv_blocks, config.max_running))
+        return policy.Room(self.engine.spare, self._slots(), config.kv_blocks, closed, *spared)
 
     def _slots(self) -> int:
         # A held sequence, waiting to be copied away, takes blocks but no slot.
@@ -398,7 +416,7 @@ class Worker(ABC):
         if isinstance(message, Exported):
             job, _, epoch = message.key.rpartition("@")
             self.leases.export(job, int(epoch))
-        self._inbox.put(message)
+        self._post(message)
 
     def _on_exported(self, key: str) -> None:
         attempt = self.attempts.get(key)

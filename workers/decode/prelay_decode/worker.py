@@ -59,6 +59,7 @@ class DecodeWorker(Worker):
         try:
             self.backend.transport.fetch(claim.kv, key, tokens)
             self._inbox.put(Copied(key))
+            self._call_for(claim)
         except HandoverFailed as error:
             self._inbox.put(Copied(key, error))
         except Exception as error:  # a copy thread must always answer, or the blocks stay COPYING for ever

@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import Batch, Form
-from .errors import ModelError
+from .errors import Abandoned, ModelError
+from .flag import Flag
 from .geometry import Geometry
 
 PROBE = "prelay_probe"
@@ -35,14 +36,14 @@ _REFUSED = {
 }
 
 
-_BATCH: ContextVar[Batch] = ContextVar("prelay_batch")
+_BATCH: ContextVar[tuple[Batch, Flag | None]] = ContextVar("prelay_batch")
 _PROBE: ContextVar[Probe] = ContextVar("prelay_probe")
 
 
 @contextmanager
-def serving(batch: Batch) -> Iterator[None]:
-    """Attention of the forwards within, in this thread, works on `batch`."""
-    token = _BATCH.set(batch)
+def serving(batch: Batch, abandon: Flag | None = None) -> Iterator[None]:
+    """Attention of the forwards within, in this thread, works on `batch`, until `abandon` is set."""
+    token = _BATCH.set((batch, abandon))
     try:
         yield
     finally:
@@ -159,9 +160,12 @@ def _serve_attention(
     s_aux: torch.Tensor | None = None,
     **other: Any,  # noqa: ARG001 - the probe saw that nothing else matters
 ) -> tuple[torch.Tensor, None]:
+    batch, abandon = _BATCH.get()
+    if abandon is not None and abandon.is_set():
+        raise Abandoned
     form = Form(_scale(query, scaling), sliding_window, softcap)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return _BATCH.get().attend(layer, query, key, value, form, s_aux), None
+    return batch.attend(layer, query, key, value, form, s_aux), None
 
 
 def _scale(query: torch.Tensor, scaling: float | None) -> float:

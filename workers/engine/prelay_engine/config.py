@@ -28,6 +28,7 @@ class EngineConfig:
     num_blocks: int = 1024  # KV blocks of this engine's pool
     max_running: int = 32  # sequences that are prefilled, copied in or decoded at the same time
     prefill_chunk: int = 256  # prompt tokens a step, over all sequences
+    batch_step_ms: float = 200.0  # what a step should take that has prompts of class batch only, milliseconds
     max_model_len: int | None = None  # positions a sequence; None is the model's own limit
     threads: int = 1  # that compute a step
     kernels: KernelsChoice = "auto"
@@ -43,5 +44,7 @@ class EngineConfig:
             value: int = getattr(self, name)
             if value < 1:
                 raise ConfigError(name, "at least 1", value)
+        if not self.batch_step_ms > 0:
+            raise ConfigError("batch_step_ms", "above 0", self.batch_step_ms)
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len", "at least 2", self.max_model_len)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
@@ -14,14 +15,16 @@ from prelay_queue.note import Note, TokenLogprobs
 from .attention import Span
 from .blocks import BlockState
 from .config import EngineConfig
-from .errors import ConfigError, EngineError, NoRoom, UnknownSequence
+from .errors import Abandoned, ConfigError, EngineError, NoRoom, UnknownSequence
+from .flag import Flag
 from .kv import KvStore
 from .logprobs import Floats, logprobs_of
 from .model import Model
 from .native.lib import Kernels
+from .pace import Pace
 from .prefix import Chain
 from .sampler import NO_TOKEN, Draw, sample
-from .scheduler import Plan, Row, schedule
+from .scheduler import BATCH, Plan, Row, schedule
 from .sequence import NOTHING, NewToken, Sequence, Step
 from .stats import BlockStats
 
@@ -62,6 +65,7 @@ class Engine:
         self._kv = kv
         self._config = config
         self._ends = tuple(sorted(model.eos_ids))
+        self._pace = Pace(config.prefill_chunk, config.batch_step_ms)
         self._entries: dict[str, _Entry] = {}
         #: Positions that went through the model, since the start.
         self.computed_tokens = 0
@@ -194,14 +198,19 @@ class Engine:
 
     # One step
 
-    def step(self) -> Step:
+    def step(self, urgent: Flag | None = None) -> Step:
         """1. Skip what others have computed meanwhile, and decide. 2. Evict. 3. Let decoding rows take their blocks.
         4. Compute one batch: decoding rows, then chunks of prompts. 5. Sample for rows that end a sequence's known
-        tokens. 6. Name the blocks that are full now. 7. Finish or hold. Returns at once when nothing runs."""
+        tokens. 6. Name the blocks that are full now. 7. Finish or hold. Returns at once when nothing runs.
+
+        `urgent` is set by any thread when somebody comes for whom batch work is to be left: a step that has nothing
+        else is then abandoned, and computed again later.
+        """
         if not self.has_work:
             return Step()
         self._skip_known()  # 1
-        plan = schedule(self._rows(), self._kv.pool.available, self._config.prefill_chunk)
+        rows = self._rows()
+        plan = schedule(rows, self._kv.pool.available, self._pace.limits(rows))
         for key in plan.evicted:  # 2
             self._forget(key)
         for key in plan.decode:  # 3
@@ -209,11 +218,21 @@ class Engine:
         spans = self._spans(plan)
         if not spans:
             return Step(evicted=plan.evicted)
-        drawn = self._compute(spans)  # 4, 5
+        begun = time.perf_counter()
+        try:
+            drawn = self._compute(spans, urgent if self._may_abandon(plan) else None)  # 4, 5
+        except Abandoned:
+            self._pace.abandoned()
+            return Step(evicted=plan.evicted)
+        self._pace.ran(rows, plan, 1000 * (time.perf_counter() - begun))
         self._name(spans)  # 6
         new = tuple(self._apply(*each) for each in drawn)  # 7
         held = tuple(entry.sequence.key for entry, _, _ in drawn if entry.phase is Phase.HELD)
         return Step(new, plan.evicted, held)
+
+    def _may_abandon(self, plan: Plan) -> bool:
+        keys = (*plan.decode, *(chunk.key for chunk in plan.chunks))
+        return self._pace.may_abandon and all(self._entries[key].sequence.priority >= BATCH for key in keys)
 
     def _skip_known(self) -> None:
         """Two that begin alike may have come together: the second has what the first computed after both came."""
@@ -255,7 +274,7 @@ class Engine:
         spans += [Span(chunk.key, self._entries[chunk.key].computed, chunk.tokens) for chunk in plan.chunks]
         return sorted(spans, key=lambda span: span.length > 1)
 
-    def _compute(self, spans: Rows[Span]) -> list[_Drawn]:
+    def _compute(self, spans: Rows[Span], abandon: Flag | None) -> list[_Drawn]:
         """The sequences whose last known token was computed, each with a token and what is said of it."""
         ids: list[int] = []
         ending, wanted = [], []
@@ -267,12 +286,13 @@ class Engine:
             asked += [(entry, position + 1) for position in known]
             rows += [len(ids) + position - span.start for position in known]
             ids += _tokens(entry.sequence, span.start, span.length)
-            entry.computed += span.length
-            if entry.computed == entry.sequence.tokens:
+            if span.start + span.length == entry.sequence.tokens:
                 ending.append(entry)
                 wanted.append(len(ids) - 1)
+        logits = self._model.forward(self._kv, spans, ids, [*wanted, *rows], abandon)
         self.computed_tokens += len(ids)
-        logits = self._model.forward(self._kv, spans, ids, [*wanted, *rows])
+        for span in spans:
+            self._entries[span.key].computed += span.length
         numbers = logits.numpy()
         for row, (entry, position) in zip(numbers[len(wanted) :], asked, strict=True):
             sequence = entry.sequence

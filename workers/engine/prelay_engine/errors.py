@@ -4,6 +4,7 @@ EngineError
 ├── ConfigError     a setting out of its range; the message names the setting, the limit and the value
 ├── ModelError      the model folder is missing, broken or of a kind this engine refuses to run
 ├── NoRoom          no blocks or no slot for this sequence now; a later try may succeed
+├── Abandoned       a step was given up, as it was asked to be; nothing of it counts
 ├── UnknownSequence no sequence of this key, or not in a state that allows the call
 └── DemoError       the demo model could not be downloaded or converted
 """
@@ -29,6 +30,10 @@ class ModelError(EngineError):
 
 class NoRoom(EngineError):  # noqa: N818 - reads as the fact it states
     """There are not enough free blocks, or no free slot, for this sequence now."""
+
+
+class Abandoned(EngineError):  # noqa: N818
+    """The step was given up for somebody more urgent."""
 
 
 class UnknownSequence(EngineError):  # noqa: N818

@@ -15,6 +15,7 @@ from torch import nn
 
 from .attention import Span
 from .backend import Layer
+from .flag import Flag
 from .kv import KvStore
 from .native.lib import Kernels, LayerArgs, NetArgs, Spans
 from .rowwise import Activation, RMSNorm, gelu_tanh, silu
@@ -76,13 +77,19 @@ class Fused:
         return self._kept[-1]
 
     def forward(
-        self, store: KvStore, spans: Sequence[Span], ids: Sequence[int], positions: Sequence[int], wanted: Sequence[int]
+        self,
+        store: KvStore,
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        positions: Sequence[int],
+        wanted: Sequence[int],
+        abandon: Flag | None = None,
     ) -> torch.Tensor:
         """As `Model.forward`; `positions` are those of the rows."""
         where = Spans([(span.start, span.length, store.place(span.key)) for span in spans])
         cosines, sines = self._rotary(_NO_DATA, torch.tensor([positions]))
         return self._kernels.step(
-            self._args, self.dtype, where, ids, cosines[0].contiguous(), sines[0].contiguous(), wanted
+            self._args, self.dtype, where, ids, cosines[0].contiguous(), sines[0].contiguous(), wanted, abandon
         )
 
 

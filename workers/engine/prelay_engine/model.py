@@ -14,6 +14,7 @@ from . import numerics
 from .attention import Batch, Span
 from .backend import Layer, serving
 from .config import POSITION_BLOCK
+from .flag import Flag
 from .fused import Fused
 from .geometry import Geometry
 from .kv import KvStore
@@ -60,14 +61,23 @@ class Model:
         return Batch(store, spans, self._masks, self.kernels)
 
     @torch.inference_mode()
-    def forward(self, store: KvStore, spans: Sequence[Span], ids: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self,
+        store: KvStore,
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        wanted: Sequence[int],
+        abandon: Flag | None = None,
+    ) -> torch.Tensor:
         """Compute `ids`, the tokens of `spans` in their order, and give the logits of the rows in `wanted`.
 
         Spans of one row come first. Keys and values go to `store`. Result: [len(wanted), vocabulary], float32.
+        `abandon` is looked at before each layer: once it is set, Abandoned is raised, and what was written of these
+        positions is to be written again.
         """
         positions = [position for span in spans for position in range(span.start, span.start + span.length)]
         if self._fused is not None:
-            return self._fused.forward(store, spans, ids, positions, wanted)
+            return self._fused.forward(store, spans, ids, positions, wanted, abandon)
         batch = self.batch(store, spans)
         if len(positions) == 1:  # no kernel ever sees a single row: those may add in another order
             ids, positions = [*ids, *ids], positions * 2
@@ -76,7 +86,7 @@ class Model:
             "position_ids": torch.tensor(positions).unsqueeze(0),
             "use_cache": False,
         }
-        with serving(batch):
+        with serving(batch, abandon):
             return self._logits(inputs, wanted)
 
     def _logits(self, inputs: dict[str, Any], wanted: Sequence[int]) -> torch.Tensor:

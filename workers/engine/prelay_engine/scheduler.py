@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+#: From this priority on a row gives way to others.
+BATCH = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -17,6 +20,16 @@ class Row:
     todo: int  # prompt tokens still to be computed; 0 means it decodes
     needs: int  # blocks that its next decode position needs and that it does not hold
     holds: int  # blocks that come free if it is evicted
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one step may take. None is as much as there is."""
+
+    tokens: int  # of prompts
+    batch_tokens: int | None = None  # those of them that are of class batch
+    batch_rows: int | None = None  # decoding rows of class batch
+    kept_tokens: int = 0  # of `tokens`: for prompts of class batch only
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +47,25 @@ class Plan:
     evicted: tuple[str, ...] = ()
 
 
-def schedule(rows: Rows[Row], free_blocks: int, prefill_budget: int) -> Plan:
+def schedule(rows: Rows[Row], free_blocks: int, limits: Limits) -> Plan:
     """What the next step runs.
 
     1. In order of precedence (priority, reserved ones first within it, then arrival) each decoding row
        takes the blocks its next position needs. When none are free, victims go: the row of least
        precedence first, which may be the row itself; never a reserved one, which needs nothing either.
+       Batch rows beyond `limits.batch_rows` pause: they keep what they hold, unless they are victims.
     2. Every decoding row that is left runs.
-    3. Prompts are computed in the same order until `prefill_budget` tokens are spent; an urgent prompt may
-       take the whole budget.
+    3. Prompts are computed in the same order until `limits.tokens` are spent; an urgent prompt may take all that
+       are not kept, those of class batch together `limits.batch_tokens`.
     """
     standing = sorted(rows, key=_precedence)
+    paused = _paused(standing, limits.batch_rows)
     evicted: list[str] = []
     done: list[Row] = []
     while standing:
         row = standing.pop(0)
+        if row.key in paused:
+            continue
         while row.needs > free_blocks:
             victim = _victim(standing) or row
             if victim is not row:
@@ -62,7 +79,7 @@ def schedule(rows: Rows[Row], free_blocks: int, prefill_budget: int) -> Plan:
             done.append(row)
     return Plan(
         decode=tuple(row.key for row in done if not row.todo),
-        chunks=_chunks(done, prefill_budget),
+        chunks=_chunks(done, limits),
         evicted=tuple(evicted),
     )
 
@@ -76,11 +93,20 @@ def _victim(standing: list[Row]) -> Row | None:
     return next((row for row in reversed(standing) if not row.reserved and row.holds), None)
 
 
-def _chunks(rows: list[Row], budget: int) -> tuple[Chunk, ...]:
-    chunks = []
+def _paused(rows: list[Row], batch_rows: int | None) -> set[str]:
+    """The first go on, so that they end: none is paused for ever while others come."""
+    decoding = [row.key for row in rows if row.priority >= BATCH and not row.todo]
+    return set() if batch_rows is None else set(decoding[batch_rows:])
+
+
+def _chunks(rows: list[Row], limits: Limits) -> tuple[Chunk, ...]:
+    chunks, left = [], limits.tokens
+    batch_left = left if limits.batch_tokens is None else limits.batch_tokens
     for row in rows:
-        tokens = min(row.todo, budget)
+        batch = row.priority >= BATCH
+        tokens = min(row.todo, min(left, batch_left) if batch else max(0, left - limits.kept_tokens))
         if tokens:
             chunks.append(Chunk(row.key, tokens))
-            budget -= tokens
+            left -= tokens
+            batch_left -= tokens if batch else 0
     return tuple(chunks)

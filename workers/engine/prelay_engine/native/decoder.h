@@ -94,13 +94,16 @@ template <class E> class Step {
          const float *sines)
         : pool_(pool), net_(net), spans_(spans), count_(count), cosines_(cosines), sines_(sines) {}
 
-    void run(const int64_t *ids, int64_t rows, const int64_t *wanted, int64_t wanted_rows, float *logits) {
+    // Whether it ran to its end: it is left before a layer when another thread has made `abandon` other than 0.
+    bool run(const int64_t *ids, int64_t rows, const int64_t *wanted, int64_t wanted_rows, float *logits,
+             const int32_t *abandon) {
         memory().resize(net_, rows > wanted_rows ? rows : wanted_rows);
         rows_ = rows;
         each_row(pool_, rows, [&](int64_t row) {
             std::memcpy(x(row), static_cast<const E *>(net_.embedding) + ids[row] * net_.hidden, net_.hidden * sizeof(E));
         });
         for (int64_t i = 0; i < net_.layers; i++) {
+            if (abandon && __atomic_load_n(abandon, __ATOMIC_RELAXED)) return false;
             attention(i);
             gated(net_.layer[i]);
         }
@@ -113,6 +116,7 @@ template <class E> class Step {
                         float *to = logits + int64_t(row) * vocabulary;
                         columns(vocabulary, panel, [&](int column, int i, int n) { write(to + column, load(c[0] + i), n); });
                     });
+        return true;
     }
 
   private:

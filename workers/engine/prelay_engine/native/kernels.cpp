@@ -121,13 +121,13 @@ void prelay_choose(void *pool, const Draw *draws, int64_t count, int64_t vocabul
     });
 }
 
-void prelay_step(void *pool, int64_t dtype, const Net *net, const Span *spans, int64_t count,
+// Returns 1 when it was left for the sake of `abandon` (not null, and not 0 before some layer), else 0.
+int64_t prelay_step(void *pool, int64_t dtype, const Net *net, const Span *spans, int64_t count,
                  const int64_t *ids, int64_t rows, const float *cosines, const float *sines, const int64_t *wanted,
-                 int64_t wanted_rows, float *logits) {
+                 int64_t wanted_rows, float *logits, const int32_t *abandon) {
     Pool &threads = *static_cast<Pool *>(pool);
-    if (dtype)
-        Step<bf16>(threads, *net, spans, count, cosines, sines).run(ids, rows, wanted, wanted_rows, logits);
-    else
-        Step<float>(threads, *net, spans, count, cosines, sines).run(ids, rows, wanted, wanted_rows, logits);
+    const auto whole = [&](auto step) { return step.run(ids, rows, wanted, wanted_rows, logits, abandon); };
+    if (dtype) return !whole(Step<bf16>(threads, *net, spans, count, cosines, sines));
+    return !whole(Step<float>(threads, *net, spans, count, cosines, sines));
 }
 }

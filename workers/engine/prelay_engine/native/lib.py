@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..errors import Abandoned
+from ..flag import Flag
 from .arena import Arena
 
 #: Nanoseconds that a thread without work looks for some before it sleeps: longer than the gaps within a step.
@@ -132,8 +134,9 @@ class Kernels:
         )  # fmt: skip
         lib.prelay_step.argtypes = (
             c_void_p, c_int64, POINTER(NetArgs), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p,
-            c_int64, c_void_p,
+            c_int64, c_void_p, c_void_p,
         )  # fmt: skip
+        lib.prelay_step.restype = c_int64
         self._lib: Any = lib
         self._pool = lib.prelay_pool(threads, _SPIN_NS)
         self._arena = Arena()
@@ -228,17 +231,21 @@ class Kernels:
         cosines: torch.Tensor,
         sines: torch.Tensor,
         wanted: Sequence[int],
+        abandon: Flag | None = None,
     ) -> torch.Tensor:
         """Run the rows of `spans` through `net`, and give the logits of `wanted`: [len(wanted), vocabulary], float32.
 
-        `cosines` and `sines` are [rows, dim], contiguous float32.
+        `cosines` and `sines` are [rows, dim], contiguous float32. Raise Abandoned when `abandon` is set between layers.
         """
         logits = torch.empty(len(wanted), net.vocabulary)
         words, rows = np.array(ids, dtype=np.int64), np.array(wanted, dtype=np.int64)
-        self._lib.prelay_step(
+        left = self._lib.prelay_step(
             self._pool, _CODES[dtype], net, spans.address, spans.count, words.ctypes.data, len(ids),
             cosines.data_ptr(), sines.data_ptr(), rows.ctypes.data, len(rows), logits.data_ptr(),
+            None if abandon is None else abandon.address,
         )  # fmt: skip
+        if left:
+            raise Abandoned
         return logits
 
 
