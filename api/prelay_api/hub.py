@@ -52,9 +52,10 @@ def _groups(items: Sequence[Subscription], size: int) -> Iterator[list[Subscript
 class Hub:
     """The live stream and the subscriptions of one API process."""
 
-    def __init__(self, queue: AsyncQueue) -> None:
+    def __init__(self, queue: AsyncQueue, name: str = "") -> None:
+        """`name` is what the process is known by; its own if absent."""
         self.queue = queue
-        self.id = incarnation()
+        self.id = name or incarnation()
         self.contact = Contact()
         self.logs = asyncio.Semaphore(LOGS_AT_ONCE)
         self._key = queue.keys.live(self.id)

@@ -12,6 +12,7 @@ from typing import cast
 from starlette.requests import Request
 
 from prelay_queue.client import AsyncQueue
+from prelay_queue.identity import incarnation
 from prelay_queue.metric_table import Part
 from prelay_queue.metrics import Metrics
 from prelay_text.errors import RequestError
@@ -47,6 +48,7 @@ class Service:
 
     def __init__(self, config: ApiConfig, tokenizer: Tokenizer) -> None:
         self.config = config
+        self.id = incarnation()
         self.tokenizer = tokenizer
         self.model_created = int((config.model / "config.json").stat().st_mtime)  # the same in every process
         self.fingerprint = f"fp_{fingerprint(config.model)}"
@@ -61,7 +63,7 @@ class Service:
     async def start(self) -> None:
         """Connect and begin to listen; Redis need not answer yet."""
         self.queue = AsyncQueue(self.config.queue, self.metrics)
-        self.hub = Hub(self.queue)
+        self.hub = Hub(self.queue, self.id)
         self.canceller = Canceller(self.queue)
         self.sweeper = Sweeper(self.queue, self.hub.contact, self.metrics)
         self.fleet = FleetWatch(self.queue)

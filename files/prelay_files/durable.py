@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
@@ -68,6 +69,19 @@ def write_once(path: Path, content: bytes) -> bool:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
     return True
+
+
+def hold(path: Path) -> int | None:
+    """The file, made if need be and locked; None: somebody has it. The kernel lets go of it when its process dies."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.stat().st_ino == os.fstat(handle).st_ino:  # else it was swept before we had it
+            return handle
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(handle)
+    return None
 
 
 def _written_beside(path: Path, content: bytes) -> Path:

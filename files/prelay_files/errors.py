@@ -4,10 +4,13 @@ FilesError
 ├── FileMissing       no file or batch of this id
 ├── FileTooLarge      a file is beyond a limit, which the message names together with the value
 ├── Damaged           what is on disk is not what was written
+├── FolderShared      somebody with another queue uses the folder
 └── StorageFailed     the disk is full or refuses
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 class FilesError(Exception):
@@ -31,6 +34,16 @@ class FileTooLarge(FilesError):  # noqa: N818
 
 class Damaged(FilesError):  # noqa: N818
     """What is on disk is not what was written."""
+
+
+class FolderShared(FilesError):  # noqa: N818
+    """The folder is used by a process with another queue, by name."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        super().__init__(
+            f"files_dir {root} is used by API process {name}, of which this Redis has not heard: with another one both"
+            " would run the same batches. Give each its own folder, or end that process"
+        )
 
 
 class StorageFailed(FilesError):  # noqa: N818

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ class KeyNote:
         folder = root / "keys"
         with durable.translated():
             durable.make_folder(folder)
-            handle = _held(folder / key)
+            handle = durable.hold(folder / key)
         return None if handle is None else KeyNote(handle)
 
     def write(self, batch_id: str, digest: str) -> None:
@@ -53,25 +52,12 @@ def sweep(root: Path) -> Sequence[str]:
     """Remove the keys that nobody knows any more; return their names."""
     gone = []
     for path in (root / "keys").glob("*"):
-        handle = _held(path) if time.time() - path.stat().st_mtime > KEPT_S else None
+        handle = durable.hold(path) if time.time() - path.stat().st_mtime > KEPT_S else None
         if handle is not None:
             path.unlink()
             os.close(handle)
             gone.append(path.name)
     return gone
-
-
-def _held(path: Path) -> int | None:
-    """The file, locked; None: somebody else has it. The kernel lets go of it when its process dies."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.stat().st_ino == os.fstat(handle).st_ino:  # else it was swept before we had it
-            return handle
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(handle)
-    return None
 
 
 def _read(raw: bytes) -> tuple[str, str, float]:

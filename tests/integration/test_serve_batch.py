@@ -91,7 +91,7 @@ def test_a_file_of_requests_becomes_a_file_of_answers(fleet: Serve, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_cancelled_batch_has_an_answer_or_an_error_for_each_line(fleet: Serve, tmp_path: Path) -> None:
-    given, output = write(tmp_path / "in.jsonl", 300, 100), tmp_path / "out.jsonl"
+    given, output = write(tmp_path / "in.jsonl", 300, 1_000), tmp_path / "out.jsonl"
     batch_id = batch("submit", given, "--url", fleet.url).stdout.strip()
     assert batch("cancel", batch_id, "--url", fleet.url).returncode == 0
     assert batch("status", batch_id, "--watch", "--url", fleet.url).returncode == 3

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 
 import redis
 from redis.exceptions import RedisError
@@ -17,6 +18,8 @@ from rq.serializers import JSONSerializer
 
 from prelay_files.errors import FilesError
 from prelay_files.store import check_root
+from prelay_files.users import check_queue
+from prelay_queue.apis import known
 from prelay_queue.batch_jobs import queue_name
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
@@ -123,5 +126,6 @@ def _check(config: BatchConfig) -> None:
         if problems := server.problems():
             raise StartupError("; ".join(problems))
         load_scripts(queue)
+        check_queue(config.files_dir, partial(known, queue))
     finally:
         queue.close()
