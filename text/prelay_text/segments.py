@@ -57,6 +57,7 @@ class Segments:
     def ids(self, text: str) -> list[int]:
         """What `encode` gives for the whole text. Raise what it raises."""
         found: list[int] = []
+        # One after the other: several at once go to the library's threads, which wait for the cores that workers use.
         for segment in self._cut(text):
             found.extend(self._ids_of(segment))
         return found
