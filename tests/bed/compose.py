@@ -1,5 +1,6 @@
 """docker-compose.yml as local processes: its commands, environment and health checks, at other places.
 
+Where this machine allows it they have what `read_only` leaves them: their volumes, a /tmp, and /dev/shm.
 Docker Compose itself says what the file means (`config`), so anchors, profiles and defaults are read as it reads them.
 """
 
@@ -23,11 +24,12 @@ import psutil
 import pytest
 
 from .ports import free_port
+from .readonly import can_confine, confined
 from .servers import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 #: What a process here may know of its surroundings beside what the file says.
-_KEPT = ("PATH", "PYTHONPATH", "LANG", "TMPDIR")
+_KEPT = ("PATH", "PYTHONPATH", "LANG")
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 
@@ -199,12 +201,23 @@ class Composed:
     def _command(self, service: Service, words: list[str]) -> list[str]:
         program, *rest = [self._here(service, word) for word in words]
         ours = {"prelay": [sys.executable, "-m", "prelay"], "python": [sys.executable]}
-        return [*ours.get(program, [program]), *rest]
+        command = [*ours.get(program, [program]), *rest]
+        if not (service.spec.get("read_only") and can_confine()):
+            return command
+        mounts = service.spec.get("volumes", ())
+        writable = [self.volume(m["source"]) for m in mounts if m["type"] == "volume" and not m.get("read_only")]
+        return confined(command, self._tmp(service), writable)
+
+    def _tmp(self, service: Service) -> Path:
+        folder = self._folder / f"tmp-{service.name}"
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def _environment(self, service: Service) -> dict[str, str]:
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         told = service.spec.get("environment", {})
-        return kept | {"HOME": str(self._folder / "home")} | {n: self._here(service, v) for n, v in told.items()}
+        kept |= {"HOME": str(self._folder / "home"), "TMPDIR": str(self._tmp(service))}
+        return kept | {n: self._here(service, v) for n, v in told.items()}
 
     def _here(self, service: Service, text: str) -> str:
         """Hosts first: their ports are others' than the same number of our own."""

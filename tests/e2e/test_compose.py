@@ -21,7 +21,7 @@ from tests.bed.compose import ROOT, Composed, composed
 from tests.bed.http import get
 from tests.bed.processes import until
 
-pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = "SmolLM2-135M-Instruct"
 
