@@ -26,8 +26,8 @@ from .messages import Exported, Message, Release, Stop, key_of
 
 log = logging.getLogger("prelay.writer")
 
-#: Steps the model loop may run ahead of the queue before it waits.
-BACKLOG = 256
+#: So often may the model loop put something, a step's tokens at a time, before it waits for the queue.
+BACKLOG = 1024
 #: Tokens of the class batch wait so long for more of the same answer, seconds: nobody reads along token by token, and
 #: a short answer is then one write.
 PATIENCE_S = 0.1
@@ -136,7 +136,7 @@ class Writer:
         self._domain = domain
         self._post = post
         self._recorder = recorder
-        self._fifo: queue.Queue[Write | None] = queue.Queue(maxsize=BACKLOG * 64)
+        self._fifo: queue.Queue[list[Write] | None] = queue.Queue(maxsize=BACKLOG)
         self._matchers: dict[str, Matcher] = {}
         self._patient: dict[str, Tokens] = {}  # by attempt, not written yet
         self._patient_until = 0.0  # monotonic seconds
@@ -160,13 +160,13 @@ class Writer:
 
     def put(self, operations: Iterable[Write], stamp: Callable[[], None]) -> None:
         """Queue operations in order. Waits, stamping progress, while the queue server does not keep up."""
-        for operation in operations:
-            while True:
-                try:
-                    self._fifo.put(operation, timeout=0.5)
-                    break
-                except queue.Full:
-                    stamp()
+        together = list(operations)
+        while together:
+            try:
+                self._fifo.put(together, timeout=0.5)
+                break
+            except queue.Full:
+                stamp()
 
     def _run(self) -> None:
         ended = False
@@ -179,10 +179,11 @@ class Writer:
         batch: list[Write] = []
         try:
             left_s = self._patient_until - time.monotonic()
-            item = self._fifo.get(timeout=max(0.0, left_s) if self._patient else None)
-            while item is not None:
-                batch.extend(self._matched(item))
-                item = self._fifo.get_nowait()
+            together = self._fifo.get(timeout=max(0.0, left_s) if self._patient else None)
+            while together is not None:
+                for write in together:
+                    batch.extend(self._matched(write))
+                together = self._fifo.get_nowait()
         except queue.Empty:
             return batch, False
         return batch, True
