@@ -88,7 +88,7 @@ async def astream(
     api_key: str | None = None,
     patience_s: float = PATIENCE_S,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The same for asyncio."""
+    """The same for asyncio. A cancellation cancels the request, too, and takes up to FAREWELL_S if nobody answers."""
     course = _Course(path, dict(body), _urls(url), api_key, patience_s)
     async with httpx.AsyncClient(timeout=course.timeout, trust_env=False) as client:
         while not course.done:
@@ -102,7 +102,7 @@ async def astream(
                         course.refused(response.status_code, await response.aread())
             except httpx.TransportError as error:
                 course.lost(error)
-            except GeneratorExit:
+            except (GeneratorExit, asyncio.CancelledError):
                 if (wish := course.farewell()) is not None:
                     with contextlib.suppress(httpx.TransportError):
                         await client.request(**wish)

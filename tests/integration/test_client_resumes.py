@@ -125,6 +125,26 @@ async def test_so_is_that_of_the_asynchronous_one(quiet_api: Api, scripted: Scri
     assert scripted.state(claims[0].id)["fin"] == "cancelled"
 
 
+async def test_a_reader_that_is_cancelled_cancels_its_request(quiet_api: Api, scripted: ScriptedWorker) -> None:
+    async def read() -> None:
+        async for chunk in astream(COMPLETIONS, body([8]), url=quiet_api.url):
+            heard.append(chunk)
+            seen.set()
+
+    heard: list[dict[str, Any]] = []
+    seen, claims = asyncio.Event(), list[Claim]()
+    thread = threading.Thread(target=lambda: _begin(scripted, claims))
+    thread.start()
+    reading = asyncio.create_task(read())
+    await seen.wait()
+    thread.join()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert scripted.state(claims[0].id)["fin"] == "cancelled"
+    assert ids_of(text_of(heard)) == [10]
+
+
 def _begin(worker: ScriptedWorker, claims: list[Claim]) -> None:
     """Answer the next request with one token, and leave it there."""
     claims.append(worker.take())
