@@ -29,7 +29,7 @@ from .servers import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 #: What a process here may know of its surroundings beside what the file says.
-_KEPT = ("PATH", "PYTHONPATH", "LANG")
+_KEPT = ("PATH", "PYTHONPATH", "LANG", "OMP_WAIT_POLICY")
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 

@@ -17,10 +17,11 @@ from prelay_queue.batches import BatchProgress, BatchScripts, BatchStatus
 from prelay_queue.client import SyncQueue
 from prelay_queue.metric_table import TABLE, Kind, Part
 from prelay_worker.config import NullModel, Role, WorkerConfig
+from tests.bed.batch import Batches, jsonl, lines
 from tests.bed.chain import Listener, check_stream
 from tests.bed.http import get, post
 from tests.bed.ports import free_port
-from tests.bed.processes import Fleet, Process, fleet, until, until_ready
+from tests.bed.processes import Fleet, Process, again_and_again, fleet, until, until_ready
 from tests.bed.servers import Server
 
 COMPLETIONS = "/v1/completions"
@@ -218,6 +219,22 @@ def test_workers_and_batch_workers_say_whether_they_are_ready(
         until(lambda: any("Redis does not answer" in reason for reason in ready(batch)))
         own_server.start()
         until(lambda: not ready(worker) and not ready(batch))
+
+
+def test_batches_run_beside_constant_health_checks(shared_server: Server, null_folder: Path, tmp_path: Path) -> None:
+    settings = shared_server.settings()
+    asked = lines(3)
+    with fleet(settings, null_folder) as found:
+        found.worker(Role.UNIFIED)
+        port = free_port()
+        found.batch_worker(tmp_path, metrics_port=port)
+        batches = Batches(settings, tmp_path)
+        with again_and_again(0, lambda: ready(f"http://127.0.0.1:{port}")):
+            for _ in range(5):  # each in a fork of its own
+                batch = batches.create(jsonl(asked))
+                assert batches.until_over(batch).status == "completed"
+                batches.check(batch, asked)
+        batches.close()
 
 
 def test_a_taken_metrics_port_is_one_line_and_exit_code_one(new_fleet: Fleet) -> None:

@@ -23,20 +23,32 @@ class Status:
         self._metrics = Metrics(Part.EVERY)
         self._queue = SyncQueue(config.queue, self._metrics)
         self._folder = config.files_dir
+        # A work horse is a fork, and a fork keeps locks as they are. So none is made while one of our threads looks: that
+        # takes locks of others, too, those of the name lookup for one.
         self._lock = threading.Lock()
+        os.register_at_fork(
+            before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._lock.release
+        )
 
     def metrics(self) -> bytes:
-        return self._metrics.text()
+        with self._lock:
+            return self._metrics.text()
 
     def problems(self) -> list[str]:
         """Why no batch would run here now; empty when one would."""
-        found = [] if os.access(self._folder, os.R_OK | os.W_OK | os.X_OK) else [f"cannot write to {self._folder}"]
+        with self._lock:
+            return [*self._of_folder(), *self._of_redis()]
+
+    def _of_folder(self) -> list[str]:
+        there = os.access(self._folder, os.R_OK | os.W_OK | os.X_OK)
+        return [] if there else [f"cannot write to {self._folder}"]
+
+    def _of_redis(self) -> list[str]:
         try:
-            with self._lock:
-                self._queue.redis.ping()
+            self._queue.redis.ping()
         except RedisError as error:
-            found.append(f"Redis does not answer: {error}")
-        return found
+            return [f"Redis does not answer: {error}"]
+        return []
 
 
 def show(config: BatchConfig) -> None:
