@@ -23,8 +23,8 @@ class Status:
         self._metrics = Metrics(Part.EVERY)
         self._queue = SyncQueue(config.queue, self._metrics)
         self._folder = config.files_dir
-        # A work horse is a fork, and a fork keeps locks as they are. So none is made while one of our threads looks: that
-        # takes locks of others, too, those of the name lookup for one.
+        # A work horse is a fork, and a fork keeps locks as they are. So none is made while one of our threads looks:
+        # that takes locks of others, too, those of the name lookup for one.
         self._lock = threading.Lock()
         os.register_at_fork(
             before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._lock.release
