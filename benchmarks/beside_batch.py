@@ -2,7 +2,8 @@
 
     python -m benchmarks.beside_batch $(prelay model path) --runs 3
 
-quiet    one client asks again and again (closed loop, each prompt new), nothing else runs: time to first token
+quiet    one client asks again and again (closed loop, each prompt new), nothing else runs: time to the first token, and
+         between those of an answer
 beside   the same while a batch of more lines than can end has the rest; its tokens/s meanwhile
 alone    the batch with nothing beside it: its tokens/s
 cache    a batch whose lines begin with the same long text, in the file in turn with others, against the same lines
@@ -51,15 +52,14 @@ class Client:
         self._http = httpx.Client(base_url=found.url, timeout=600)
         self._chance = random.Random(1)
 
-    def ttft_s(self) -> float:
-        """Seconds to the first token of a new prompt, whose answer is read to its end."""
+    def ask(self) -> tuple[float, float]:
+        """Seconds to the first token of a new prompt, and between the tokens of its answer."""
         body = {"model": "m", "prompt": ids(self._chance, PROMPT), "max_tokens": ANSWER, "ignore_eos": True}
-        begun, first = time.perf_counter(), 0.0
+        begun = time.perf_counter()
         with self._http.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
-            for text in reply.iter_lines():
-                if text.startswith("data: {") and not first:
-                    first = time.perf_counter() - begun
-        return first
+            lines = (text for text in reply.iter_lines() if text.startswith("data: {"))
+            times = [time.perf_counter() - begun for _ in lines]
+        return times[0], (times[-1] - times[0]) / (ANSWER - 1)
 
     def begin(self, lines: list[str]) -> str:
         """Begin a batch of these lines: its id."""
@@ -99,20 +99,23 @@ def p(values: list[float], share: float) -> float:
 
 
 def fairness(client: Client, runs: int, requests: int) -> dict[str, Any]:
-    found: dict[str, list[float]] = {"quiet": [], "beside": []}
+    found: dict[str, list[tuple[float, float]]] = {"quiet": [], "beside": []}
     rates: dict[str, list[float]] = {"beside": [], "alone": []}
     for _ in range(runs):
-        found["quiet"] += [client.ttft_s() for _ in range(requests)]
+        found["quiet"] += [client.ask() for _ in range(requests)]
         with client.batch() as batch:
             before, begun = client.done(batch), time.perf_counter()
-            found["beside"] += [client.ttft_s() for _ in range(requests)]
+            found["beside"] += [client.ask() for _ in range(requests)]
             middle, halfway = client.done(batch), time.perf_counter()
             rates["beside"].append((middle - before) * LINE_ANSWER / (halfway - begun))
             time.sleep(halfway - begun)
             rates["alone"].append((client.done(batch) - middle) * LINE_ANSWER / (time.perf_counter() - halfway))
+    ttft = {name: [first for first, _ in all_] for name, all_ in found.items()}
+    tpot = {name: [each for _, each in all_] for name, all_ in found.items()}
     return {
-        "ttft": {name: {"p50_ms": p(all_, 0.5), "p95_ms": p(all_, 0.95)} for name, all_ in found.items()},
-        "p95_ratio": round(p(found["beside"], 0.95) / p(found["quiet"], 0.95), 2),
+        "ttft": {name: {"p50_ms": p(all_, 0.5), "p95_ms": p(all_, 0.95)} for name, all_ in ttft.items()},
+        "tpot": {name: {"p50_ms": p(all_, 0.5), "p95_ms": p(all_, 0.95)} for name, all_ in tpot.items()},
+        "ratios": {f"p{q}": round(p(ttft["beside"], q / 100) / p(ttft["quiet"], q / 100), 2) for q in (50, 95)},
         "batch_tokens_per_s": {name: round(statistics.median(all_), 1) for name, all_ in rates.items()},
     }
 
@@ -149,7 +152,7 @@ def main() -> None:
     options = ("--served-model-name", "m", "--prefill", "1", "--decode", "1", "--threads", "1", "--batch", "1")
     with serving(*options, model=args.model) as found:
         client = Client(found)
-        client.ttft_s()
+        client.ask()
         if args.only != "cache":
             print(json.dumps({"fairness": fairness(client, args.runs, args.requests)}), flush=True)
         if args.only != "fairness":
