@@ -100,7 +100,7 @@ OPTIONS: dict[str, Option] = {
         Option("max_running", "N", "Sequences that one worker runs at a time.", "64", _WORKERS),
         Option("prefill_chunk", "TOKENS", "Prompt tokens computed in one step.", "256", _WORKERS),
         Option(
-            "batch_step_ms", "MS", "Prompts of batches are computed in steps that take about so long.", "200", _WORKERS,
+            "batch_step_ms", "MS", "Prompts of batches are computed in steps that take about so long.", "400", _WORKERS,
         ),
         Option(
             "prefix_cache", "on|off", "Keep the KV of prompts and answers for prompts that begin alike, as long as its"

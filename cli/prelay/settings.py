@@ -108,7 +108,7 @@ class Settings(BaseSettings):
     block_size: Annotated[int, AfterValidator(_check_block_size)] = 16
     max_running: Annotated[int, Field(ge=1, le=4096)] = 64
     prefill_chunk: Annotated[int, Field(ge=1, le=1 << 20)] = 256
-    batch_step_ms: Annotated[float, Field(gt=0, le=60_000)] = 200
+    batch_step_ms: Annotated[float, Field(gt=0, le=60_000)] = 400
     prefix_cache: Literal["on", "off"] = "on"
     local_prefill_tokens: Annotated[int, Field(ge=0, le=2**20)] = 0
     max_preemptions: Annotated[int, Field(ge=0, le=1000)] = 3

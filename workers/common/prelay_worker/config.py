@@ -46,7 +46,7 @@ class WorkerConfig:
     max_running: int = 32
     prefill_chunk: int = 256
     #: What a step should take that has prompts of class batch only, milliseconds.
-    batch_step_ms: float = 200.0
+    batch_step_ms: float = 400.0
     max_model_len: int | None = None
     threads: int = 1
     max_preemptions: int = 3

@@ -28,7 +28,7 @@ class EngineConfig:
     num_blocks: int = 1024  # KV blocks of this engine's pool
     max_running: int = 32  # sequences that are prefilled, copied in or decoded at the same time
     prefill_chunk: int = 256  # prompt tokens a step, over all sequences
-    batch_step_ms: float = 200.0  # what a step should take that has prompts of class batch only, milliseconds
+    batch_step_ms: float = 400.0  # what a step should take that has prompts of class batch only, milliseconds
     max_model_len: int | None = None  # positions a sequence; None is the model's own limit
     threads: int = 1  # that compute a step
     kernels: KernelsChoice = "auto"
