@@ -1,0 +1,105 @@
+"""Servers of the comparison: started one at a time, since all use all cores, and ended with everything they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tests.bed.ports import free_port
+from tests.bed.serving import serving
+
+START_S, STOP_S = 300.0, 60.0
+
+
+@dataclass(frozen=True)
+class Prelay:
+    """`prelay serve` with these options."""
+
+    name: str
+    options: Sequence[str] = ()
+
+    @contextlib.contextmanager
+    def running(self, model: Path) -> Iterator[str]:
+        """Its URL, while it runs."""
+        # Prompts are random, but the rounds repeat them.
+        with serving("--served-model-name", "m", "--prefix-cache", "off", *self.options, model=model) as found:
+            yield found.url
+
+
+@dataclass(frozen=True)
+class Running:
+    """One that somebody else has started, such as a llama.cpp server."""
+
+    name: str
+    url: str
+
+    @contextlib.contextmanager
+    def running(self, model: Path) -> Iterator[str]:  # noqa: ARG002 - it has its own
+        yield self.url
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """vLLM for the CPU out of the environment that install_vllm made."""
+
+    name: str
+    folder: Path
+    options: Sequence[str] = field(
+        default=("--dtype", "bfloat16", "--max-model-len", "2048", "--no-enable-prefix-caching")
+    )
+
+    @contextlib.contextmanager
+    def running(self, model: Path) -> Iterator[str]:
+        port = free_port()
+        server = [str(self.folder / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+        command = [*server, "--model", str(model), "--served-model-name", "m", "--port", str(port), *self.options]
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        scratch = tempfile.mkdtemp(prefix="vllm-")
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1", "HOME": scratch, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+        }  # fmt: skip
+        with (Path(scratch) / "log").open("w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            _until_ready(f"http://127.0.0.1:{port}", process, Path(scratch) / "log")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            _end(process)
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+Server = Prelay | Running | Vllm
+
+
+def _until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/v1/models", timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise SystemExit(f"the server is not ready after {START_S:.0f} s:\n{log.read_text()[-4000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+            break
+    with contextlib.suppress(ProcessLookupError):  # its own children
+        os.killpg(process.pid, signal.SIGKILL)
