@@ -64,7 +64,8 @@ def _kernels(config: EngineConfig) -> Kernels | None:
 
 def _load(config: EngineConfig, path: Path, kernels: Kernels | None, fuse: bool) -> Model | None:
     """None: the layers were fused, and what they compute is not what transformers' own do."""
-    torch.set_num_threads(config.threads)
+    # What the kernels leave to torch is too small to share, and threads of torch that wait take cores from ours.
+    torch.set_num_threads(config.threads if kernels is None else 1)
     thrift, fused = Thrift(), None
     try:
         net = _load_net(path, _dtype(config))  # 1, 2

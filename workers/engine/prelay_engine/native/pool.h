@@ -4,6 +4,7 @@
 #include <atomic>
 #include <climits>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <thread>
 #include <time.h>
@@ -28,6 +29,9 @@ inline int64_t now_ns() {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
+
+// Looks at what others hold, some ten microseconds, before the core is offered to somebody else.
+const int PATIENCE = 500;
 
 class Pool {
   public:
@@ -56,7 +60,9 @@ class Pool {
         ticket_.store(round << 32 | uint32_t(count), std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst)) wake();
         take(round);
-        while (done_.load(std::memory_order_acquire) != count) relax();
+        // Whoever still holds a task may have lost its core to somebody else: then this one is better given away.
+        for (int turns = 0; done_.load(std::memory_order_acquire) != count; turns++)
+            turns < PATIENCE ? relax() : void(sched_yield());
     }
 
   private:
