@@ -65,7 +65,7 @@ def _key(compiler: str) -> str:
     version = _run([compiler, "--version"]).stdout
     cpu = this_cpu()
     digest = hashlib.blake2b(digest_size=8)
-    for part in (version, *_flags(), platform.machine(), cpu.vendor, *sorted(cpu.flags)):
+    for part in (compiler, version, *_flags(), platform.machine(), cpu.vendor, *sorted(cpu.flags)):
         digest.update(part.encode() + b"\0")
     for path in sorted((*HERE.glob("*.h"), HERE / MAIN)):
         digest.update(path.read_bytes() + b"\0")
