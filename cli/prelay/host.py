@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prelay_engine.cpu import multiplies_bfloat16, this_cpu
+from prelay_engine.native.build import compiles
 
 from .errors import PortTaken
 
@@ -24,11 +25,14 @@ class Host:
     shm_free: int
     cores: int
     has_bf16: bool
+    has_compiler: bool = True  # for the engine's native kernels
 
 
 def this_host() -> Host:
     total, free = _memory()
-    return Host(total, free, shm_free(), len(os.sched_getaffinity(0)), multiplies_bfloat16(this_cpu().flags))
+    return Host(
+        total, free, shm_free(), len(os.sched_getaffinity(0)), multiplies_bfloat16(this_cpu().flags), compiles()
+    )
 
 
 def shm_free(folder: Path = SHM) -> int:

@@ -116,7 +116,8 @@ OPTIONS: dict[str, Option] = {
             " has waited so long, it counts one class higher.", "30", _WORKERS,
         ),
         Option(
-            "threads", "N", "Threads of each worker.", "an equal share of the cores among this command's workers",
+            "threads", "N", "Threads of each worker.",
+            "all cores; with torch's kernels an equal share among this command's workers",
             _WORKERS,
         ),
         Option("api", "N", "Number of API processes on the one port.", "1", _API),

@@ -31,12 +31,22 @@ def sizes(settings: Settings, geometry: Geometry | None, host: Host) -> Sizes:
     sequences longer than the model's context are asked for: each worker would say so by itself, after loading.
     """
     prefill, decode, unified = settings.counts()
-    threads = settings.threads or max(1, host.cores // max(1, prefill + decode + unified))
+    threads = settings.threads or _threads(settings, geometry, host)
     if geometry is None:
         return Sizes(settings.kv_blocks or NULL_BLOCKS, settings.prefill_kv_blocks or NULL_BLOCKS, threads)
     pool = _Pool(settings, geometry, host)
     pool.check(prefill, decode + unified)
     return Sizes(pool.decode(decode + unified), pool.prefill(prefill), threads)
+
+
+def _threads(settings: Settings, geometry: Geometry | None, host: Host) -> int:
+    """All cores for each worker, whose native kernels give way to each other task by task; torch's threads do not.
+
+    Measured on two cores with one prefill and one decode worker (docs/performance.md).
+    """
+    native = settings.kernels == "native" or (settings.kernels == "auto" and host.has_compiler)
+    share = max(1, host.cores // max(1, sum(settings.counts())))
+    return host.cores if native and geometry is not None else share
 
 
 def pool_bytes(settings: Settings, geometry: Geometry | None, host: Host, planned: Sizes) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,9 +81,16 @@ def test_a_role_that_does_not_run_gets_no_pool_and_asks_for_no_memory() -> None:
 
 
 def test_workers_share_the_cores_and_have_one_at_least() -> None:
-    assert sized({}, host(cores=8)).threads == 4
-    assert sized({"unified": "3"}, host(cores=8)).threads == 2
-    assert sized({"decode": "9"}, host(cores=2)).threads == 1
+    torch = {"kernels": "torch"}
+    assert sized(torch, host(cores=8)).threads == 4
+    assert sized(torch | {"unified": "3"}, host(cores=8)).threads == 2
+    assert sized(torch | {"decode": "9"}, host(cores=2)).threads == 1
+    assert sized({}, replace(host(cores=8), has_compiler=False)).threads == 4
+
+
+def test_workers_with_native_kernels_have_all_cores_each() -> None:
+    assert sized({}, host(cores=8)).threads == 8
+    assert sized({"kernels": "native"}, replace(host(cores=2), has_compiler=False)).threads == 2
 
 
 def test_the_null_model_costs_nothing() -> None:

@@ -46,6 +46,14 @@ def library(cache: Path, say: Callable[[str], None]) -> Path:
     return path
 
 
+def compiles() -> bool:
+    """Whether there is a compiler; whether it works shows when it runs."""
+    try:
+        return bool(_compiler())
+    except NoKernels:
+        return False
+
+
 def _compiler() -> str:
     named = os.environ.get("CXX")
     for name in (named,) if named else _COMPILERS:

@@ -105,10 +105,12 @@ template <class E> class Step {
         for (int64_t i = 0; i < net_.layers; i++) {
             if (abandon && __atomic_load_n(abandon, __ATOMIC_RELAXED)) return false;
             attention(i);
+            if (i + 1 == net_.layers) leave(wanted, wanted_rows);  // no other row goes on to anything
+            add(net_.layer[i].out, net_.layer[i].out_bias, [&](int row) { return seen(row); }, net_.heads * net_.dim);
             gated(net_.layer[i]);
         }
-        each_row(pool_, wanted_rows, [&](int64_t i) {
-            norm<E>(x(wanted[i]), net_.last_norm, net_.norm_eps, int(net_.hidden), normed(i));
+        each_row(pool_, rows_, [&](int64_t row) {
+            norm<E>(x(row), net_.last_norm, net_.norm_eps, int(net_.hidden), normed(row));
         });
         const int vocabulary = int(net_.vocabulary);
         multiply<F>(pool_, int(wanted_rows), [&](int row) { return normed(row); }, {packed(net_.head, vocabulary, net_.hidden)},
@@ -159,7 +161,20 @@ template <class E> class Step {
                                         by_lanes(dim, [&](int d, int n) { put<E>(to_row + d, load(found(d)), n); });
                                     });
                       });
-        add(layer.out, layer.out_bias, [&](int row) { return seen(row); }, net_.heads * net_.dim);
+    }
+
+    // From now on there are only the rows `wanted`, in their order.
+    void leave(const int64_t *wanted, int64_t count) {
+        const int64_t hidden = net_.hidden, width = net_.heads * net_.dim;
+        std::vector<E> x_left(count * hidden);
+        std::vector<In> seen_left(count * width);
+        for (int64_t i = 0; i < count; i++) {
+            std::memcpy(x_left.data() + i * hidden, x(wanted[i]), hidden * sizeof(E));
+            std::memcpy(seen_left.data() + i * width, seen(wanted[i]), width * sizeof(In));
+        }
+        std::memcpy(rows_memory_.x.data(), x_left.data(), x_left.size() * sizeof(E));
+        std::memcpy(rows_memory_.seen.data(), seen_left.data(), seen_left.size() * sizeof(In));
+        rows_ = count;
     }
 
     void gated(const Layer &layer) {
