@@ -275,7 +275,9 @@ class Worker:
 
     def publish(self) -> None:
         room = self.room()
-        self.admission.publish(self.free, room.slots, policy.opening(self.rows(), self.holders(), room))
+        spared = (room.spared_blocks, room.spared_slots) if self.attempts else (0, 0)
+        opening = policy.opening(self.rows(), self.holders(), room)
+        self.admission.publish(self.free, room.slots, opening, *spared)
 
 
 class Fleet:

@@ -31,6 +31,23 @@ def test_it_is_open_while_blocks_and_slots_are_free_or_can_be_freed(
     assert admission.wait_open(0) == classes
 
 
+def test_claims_of_batch_jobs_end_where_the_headroom_begins_and_others_go_on() -> None:
+    admission = Admission(BLOCK)
+    admission.publish(8, 8, OPEN, spared_blocks=4, spared_slots=2)
+    assert admission.room_for([7] * 9) == 1, "two blocks each, and half of four are free for it"
+    for name, classes in (("a", 3), ("b", 2), ("c", 2)):
+        admission.charge(name, 7, alone=False)
+        assert (admission.wait_open(0), admission.has_room) == (classes, True)
+    admission.charge("d", 7, alone=False)
+    assert (admission.wait_open(0), admission.has_room) == (0, False)
+    admission.publish(90, 3, OPEN, spared_blocks=4, spared_slots=2)
+    assert admission.wait_open(0) == 0, "four are claimed, three have a slot"
+    for name in "abcd":
+        admission.settle(name)
+    admission.publish(90, 2, OPEN, spared_blocks=4, spared_slots=2)
+    assert admission.wait_open(0) == 2
+
+
 def test_where_there_is_no_room_one_job_is_claimed_at_a_time() -> None:
     admission = Admission(BLOCK)
     admission.publish(0, 0, Opening(3, 2))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from .policy import Opening
+from .policy import EVICTABLE, Opening
 
 #: While the model loop is in one step for longer than this nothing is claimed: it could not begin before the step ends,
 #: another worker might; and a loop that hangs must not eat job after job.
@@ -28,6 +28,7 @@ class Admission:
         self._slots = 0
         self._inflight: dict[str, int] = {}
         self._settled: set[str] = set()
+        self._spared_blocks = self._spared_slots = 0
         self._opening = Opening()
         self._published = 0.0  # monotonic seconds
 
@@ -35,10 +36,14 @@ class Admission:
         inflight = len(self._inflight)
         return f"Admission(blocks={self._blocks}, slots={self._slots}, inflight={inflight}, {self._opening})"
 
-    def publish(self, blocks: int, slots: int, opening: Opening) -> None:
-        """The model loop's view: free blocks and slots, and which classes it would take more jobs of."""
+    def publish(self, blocks: int, slots: int, opening: Opening, spared_blocks: int = 0, spared_slots: int = 0) -> None:
+        """The model loop's view: free blocks and slots, and which classes it would take more jobs of.
+
+        Claims of batch jobs leave as many blocks and slots as are spared: a long step is no reason to close for others.
+        """
         with self._changed:
             self._blocks, self._slots, self._opening = blocks, slots, opening
+            self._spared_blocks, self._spared_slots = spared_blocks, spared_slots
             for key in self._settled:
                 self._inflight.pop(key, None)
             self._settled.clear()
@@ -61,8 +66,8 @@ class Admission:
     def room_for(self, tokens: Iterable[int]) -> int:
         """How many jobs of so many tokens each fit into half of what is free, in this order: others come too."""
         with self._changed:
-            slots = (self._slots - len(self._inflight)) // 2
-            blocks = (self._blocks - sum(self._inflight.values())) // 2
+            blocks, slots = self._free()
+            blocks, slots = (blocks - self._spared_blocks) // 2, (slots - self._spared_slots) // 2
         count = 0
         for each in tokens:
             blocks -= self._needs(each)
@@ -96,11 +101,17 @@ class Admission:
         if not self._is_fresh():
             return 0
         if self._has_room():
-            return self._opening.room
+            blocks, slots = self._free()
+            spare = blocks > self._spared_blocks and slots > self._spared_slots
+            return self._opening.room if spare else min(self._opening.room, EVICTABLE)
         return 0 if self._inflight else self._opening.full
 
     def _is_fresh(self) -> bool:
         return time.monotonic() - self._published <= STEP_S
 
     def _has_room(self) -> bool:
-        return len(self._inflight) < self._slots and sum(self._inflight.values()) < self._blocks
+        return min(self._free()) > 0
+
+    def _free(self) -> tuple[int, int]:
+        """Blocks and slots that are left when all that is claimed has begun."""
+        return self._blocks - sum(self._inflight.values()), self._slots - len(self._inflight)

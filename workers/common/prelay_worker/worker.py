@@ -376,7 +376,9 @@ class Worker(ABC):
         self.leases.stamp()
         stats = self.engine.stats()
         room = self._room()
-        self._admission.publish(stats.available, room.slots, self._opening(room))
+        opening = self._opening(room)
+        spared = (room.spared_blocks, room.spared_slots) if self.attempts else (0, 0)
+        self._admission.publish(stats.available, room.slots, opening, *spared)
         self.leases.publish(
             {
                 **self._about,
