@@ -246,7 +246,7 @@ def test_a_decode_worker_of_another_layout_ends_the_job_with_an_error_and_holds_
 
 def test_workers_of_different_numerics_serve_each_other_and_say_so(fleet: TinyFleet) -> None:
     """Their KV fits, so the job is served. That every bit is what one of them would have computed nobody promises."""
-    prefill, decode = fleet.start(Role.PREFILL), fleet.start(Role.DECODE, threads=2)
+    prefill, decode = fleet.start(Role.PREFILL), fleet.start(Role.DECODE, kernels="torch")
     fleet.until_ready()
     one, other = fleet.beat(prefill), fleet.beat(decode)
     assert one["numerics"] != other["numerics"]
