@@ -53,9 +53,10 @@ def requirements(wheel: Path) -> list[str]:
 
 
 def name_it(python: Path, version: str) -> None:
-    """Write the metadata that makes importlib.metadata.version("vllm") answer."""
+    """Write the metadata that vLLM reads its own version from; by "cpu" in it, it knows what it was built for."""
     code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     site = Path(subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout.strip())
+    version += "+cpu"
     info = site / f"vllm-{version}.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")

@@ -171,42 +171,25 @@ void attend(const Span &span, int64_t layer, const Form &form, int kv_head, int 
     Parts parts(queries);
     const In *rows[ROWS];
     const int64_t in_block = layer * span.layer + kv_head * span.head;
-    const W *near[2][2 * PANEL];  // of this tile of keys and of the next: where keys and values begin
-    const auto find = [&](int64_t base, const W **keys) {
+    for (int64_t base = first / PANEL * PANEL; base <= last; base += PANEL) {
+        const W *keys[PANEL], *values[PANEL];
         int64_t slot = base % span.block;
         const int64_t *block = span.blocks + base / span.block;
         for (int j = 0; j < PANEL; j++) {
             if (base + j > last) {
-                keys[j] = keys[PANEL + j] = nothing;
+                keys[j] = values[j] = nothing;
                 continue;
             }
             const char *key = reinterpret_cast<const char *>(*block) + in_block + slot * span.slot;
-            keys[j] = reinterpret_cast<const W *>(key), keys[PANEL + j] = reinterpret_cast<const W *>(key + span.kind);
+            keys[j] = reinterpret_cast<const W *>(key), values[j] = reinterpret_cast<const W *>(key + span.kind);
             if (++slot == span.block) slot = 0, block++;
         }
-    };
-    // Asked for bit by bit: what is asked for all at once has to be waited for.
-    const auto fetch = [&](const W **keys, int part) {
-        for (int j = part * PANEL / 4; j < (part + 1) * PANEL / 4; j++)
-            for (size_t line = 0; line < dim * sizeof(W); line += 64) {
-                __builtin_prefetch(reinterpret_cast<const char *>(keys[j]) + line);
-                __builtin_prefetch(reinterpret_cast<const char *>(keys[PANEL + j]) + line);
-            }
-    };
-    int turn = 0;
-    find(first / PANEL * PANEL, near[turn]);
-    for (int64_t base = first / PANEL * PANEL; base <= last; base += PANEL, turn ^= 1) {
-        const W *const *keys = near[turn], *const *values = keys + PANEL;
-        const W **next = near[turn ^ 1];
-        const bool more = base + PANEL <= last;
-        if (more) find(base + PANEL, next), fetch(next, 0);
         turn_keys<F>(keys, dim, turned);
         for (int part = 0; part < parts.count; part++) {
             int begin = parts.first(part), count = parts.size(part);
             for (int i = 0; i < count; i++) rows[i] = q + size_t(begin + i) * steps * F::step;
             tile<F>(count, rows, turned, steps, scores + size_t(begin) * PANEL, false);
         }
-        if (more) fetch(next, 1);
         for (int i = 0; i < queries; i++) {
             float *score = scores + size_t(i) * PANEL;
             const int64_t position = first_position + i / group;
@@ -242,11 +225,9 @@ void attend(const Span &span, int64_t layer, const Form &form, int kv_head, int 
             }
             prelay::store(sums + size_t(i) * LANES, sum);
         }
-        if (more) fetch(next, 2);
         for (int c = 0; c < columns; c++)
             lay_values<F>(values, c * PANEL, dim - c * PANEL < PANEL ? dim - c * PANEL : PANEL,
                           laid + size_t(c) * PANEL * PANEL);
-        if (more) fetch(next, 3);
         for (int part = 0; part < parts.count; part++) {
             int begin = parts.first(part), count = parts.size(part);
             for (int i = 0; i < count; i++) rows[i] = shares + size_t(begin + i) * PANEL;
