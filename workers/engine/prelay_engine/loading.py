@@ -19,7 +19,7 @@ from .experts import replace_experts
 from .fused import Fused, fusible
 from .gemma import mend_scale
 from .linear import replace_linears
-from .memory import Thrift
+from .memory import Thrift, keep_what_is_freed
 from .model import Model, is_gguf, rope_types
 from .native.build import NoKernels, library
 from .native.lib import Kernels
@@ -100,6 +100,7 @@ def _load(config: EngineConfig, path: Path, kernels: Kernels | None, fuse: bool)
     if result.wrong:
         raise ModelError(result.text)
     model.exact, model.exactness = result.exact, result.text
+    keep_what_is_freed()
     return model
 
 
