@@ -100,16 +100,16 @@ def test_the_timer_stands_around_the_engine_s_own_sampler_and_goes_away(
     seen: list[Any] = []
     plain = vars(engine_module)["sample"]
 
-    def spy(logits: torch.Tensor, draws: Any) -> Any:
+    def spy(logits: torch.Tensor, draws: Any, kernels: Any) -> Any:
         seen.append((len(draws), {draw.sampling.temperature for draw in draws}))
-        return plain(logits, draws)
+        return plain(logits, draws, kernels)
 
     reported: list[int] = []
     plain_logprobs = vars(engine_module)["logprobs_of"]
 
-    def spy_logprobs(row: Any, token: int, count: int) -> Any:
+    def spy_logprobs(row: Any, token: int, count: int, kernels: Any) -> Any:
         reported.append(count)
-        return plain_logprobs(row, token, count)
+        return plain_logprobs(row, token, count, kernels)
 
     monkeypatch.setitem(vars(engine_module), "sample", spy)
     monkeypatch.setitem(vars(engine_module), "logprobs_of", spy_logprobs)
