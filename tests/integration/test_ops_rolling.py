@@ -154,7 +154,7 @@ def test_api_processes_unified_and_batch_workers_are_replaced_under_load_and_a_b
     shared_server: Server, null_folder: Path, tmp_path: Path
 ) -> None:
     settings = shared_server.settings()
-    asked = lines(400, max_tokens=30)
+    asked = lines(1000, max_tokens=30)
     with fleet(settings, null_folder) as found:
         ports = [free_port() for _ in range(2)]
 
@@ -177,10 +177,10 @@ def test_api_processes_unified_and_batch_workers_are_replaced_under_load_and_a_b
         batch = batches.create(jsonl(asked))
         until(lambda: batches.look(batch).progress.completed > 10)
         with load(plain(balancer.pick), resuming(*balancer.urls)) as traffic:
+            for runner in runners:  # before the batch is over
+                replaced(found, runner, batch_worker)
             for worker in workers:
                 replaced(found, worker, unified)
-            for runner in runners:
-                replaced(found, runner, batch_worker)
             for each, port in zip(apis, ports, strict=True):
                 balancer.urls.remove(each.url)  # no more comes to it; what it has, it ends
                 replaced(found, each, lambda port=port: api(port))  # type: ignore[misc]
