@@ -15,8 +15,6 @@ class Arena:
     def __init__(self) -> None:
         self._chunks: list[mmap.mmap] = []
         self._address = self._left = 0
-        #: Bytes given.
-        self.used = 0
 
     def take(self, nbytes: int) -> int:
         """The address of `nbytes` zeros, aligned to a line of the cache. Raise OSError."""
@@ -26,7 +24,6 @@ class Arena:
         address = self._address
         self._address += size
         self._left -= size
-        self.used += size
         return address
 
     def _open(self, size: int) -> None:

@@ -72,10 +72,6 @@ void attend_all(Pool &pool, const Span *spans, int64_t count, int64_t layer, con
 
 extern "C" {
 
-// What these kernels were built for: numbers of a vector, and whether bfloat16 is multiplied as such.
-int64_t prelay_lanes() { return LANES; }
-int64_t prelay_multiplies_bfloat16() { return DOT_BF16; }
-
 void *prelay_pool(int64_t threads, int64_t spin_ns) { return new Pool(int(threads), spin_ns); }
 void prelay_free_pool(void *pool) { delete static_cast<Pool *>(pool); }
 

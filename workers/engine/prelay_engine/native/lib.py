@@ -116,8 +116,7 @@ class Kernels:
         """Raise OSError where the library cannot be loaded."""
         lib = ctypes.CDLL(str(path))
         lib.prelay_pool.restype = c_void_p
-        lib.prelay_packed_bytes.restype = lib.prelay_lanes.restype = c_int64
-        lib.prelay_multiplies_bfloat16.restype = c_int64
+        lib.prelay_packed_bytes.restype = c_int64
         lib.prelay_pool.argtypes = (c_int64, c_int64)
         lib.prelay_free_pool.argtypes = (c_void_p,)
         lib.prelay_packed_bytes.argtypes = (c_int64, c_int64, c_int64)
@@ -141,20 +140,12 @@ class Kernels:
         self._lib: Any = lib
         self._pool = lib.prelay_pool(threads, _SPIN_NS)
         self._arena = Arena()
-        self.threads = threads
         #: Tells kernels of other sources, compilers and CPUs apart.
         self.name = path.stem
-        #: Numbers of a vector register, and whether bfloat16 is multiplied as such: what bits depend on.
-        self.lanes, self.dots = int(lib.prelay_lanes()), bool(lib.prelay_multiplies_bfloat16())
 
     def __del__(self) -> None:
         if (pool := getattr(self, "_pool", None)) is not None:
             self._lib.prelay_free_pool(pool)
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of weights packed so far."""
-        return self._arena.used
 
     def pack(self, weight: torch.Tensor) -> Packed:
         """Copy `weight` [out, in] into panels that live as long as this object."""

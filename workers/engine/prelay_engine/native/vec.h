@@ -133,7 +133,6 @@ inline vf exp(vf x) {
     return given == given ? power : given;
 }
 
-inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 // 1 - 2 / (e^2x + 1)
 inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
 
