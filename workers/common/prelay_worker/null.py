@@ -75,6 +75,11 @@ class _Running:
     hashed: int = 0  # tokens that `chain` has taken in
     chain: Any = field(default_factory=_chain)
 
+    @property
+    def grows(self) -> bool:
+        """Whether it runs, and may ask for one more block."""
+        return self.state in ("prefill", "decode") and not (self.sequence.reserved or self.sequence.hand_over)
+
     def next_token(self, epoch: int | None, vocab_size: int) -> int:
         """`null_token` of all tokens so far, without hashing each of them again."""
         prompt, ids = self.sequence.prompt_ids, self.sequence.ids
@@ -94,6 +99,7 @@ class NullEngine:
         self._max_running = max_running
         self._held: dict[str, _Running] = {}
         self._states: Counter[str] = Counter()  # how many of `_held` are in each
+        self._growing = 0  # how many of `_held` may ask for one more block
         self._used = 0  # blocks of all of `_held`
         self._generation = 0
         self.computed_tokens = 0
@@ -128,10 +134,10 @@ class NullEngine:
 
     @property
     def spare(self) -> int:
-        return self._free()
+        return self._free() - self._growing
 
     def gives(self, key: str) -> int:
-        return self._held[key].blocks
+        return self._held[key].blocks + self._held[key].grows
 
     def _take(self, sequence: Sequence, state: str) -> None:
         tokens = len(sequence.prompt_ids) + len(sequence.ids)
@@ -140,18 +146,22 @@ class NullEngine:
         assert self.room(tokens), "the worker asks for room first"
         self._generation += 1
         blocks = self._blocks(tokens)
-        self._held[sequence.key] = _Running(sequence, blocks, state, generations=[self._generation])
-        self._states[state] += 1
+        running = self._held[sequence.key] = _Running(sequence, blocks, state, generations=[self._generation])
+        self._count(running, 1)
         self._used += blocks
 
+    def _count(self, running: _Running, by: int) -> None:
+        self._states[running.state] += by
+        self._growing += by * running.grows
+
     def _enter(self, running: _Running, state: str) -> None:
-        self._states[running.state] -= 1
-        self._states[state] += 1
+        self._count(running, -1)
         running.state = state
+        self._count(running, 1)
 
     def _let_go(self, key: str) -> None:
         running = self._held.pop(key)
-        self._states[running.state] -= 1
+        self._count(running, -1)
         self._used -= running.blocks
 
     def add(self, sequence: Sequence) -> None:
