@@ -27,8 +27,8 @@ class Timing:
         self._count = 0
 
     def tokens(self, count: int) -> None:
-        """The answer has so many tokens, now. The same number again says nothing."""
-        if count == self._count:
+        """The answer has so many tokens, now. No more than there once were says nothing: after a preempt some come again."""
+        if count <= self._count:
             return
         now, self._count = time.monotonic(), count
         if self._last:

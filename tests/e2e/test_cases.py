@@ -48,10 +48,10 @@ def test_sixteen_greedy_streams_that_are_all_preempted_are_those_of_an_empty_ser
     The pool has a block for each, and then wants a second one; an operator sees to it that nobody is spared.
     """
     prompts = (f"{n} years after the flood, the largest city" for n in range(16))
-    bodies = [completion(prompt=prompt, temperature=0, max_tokens=16) for prompt in prompts]
+    bodies = [completion(prompt=prompt, temperature=0, max_tokens=48) for prompt in prompts]
     alone = [stream(tight.url, body) for body in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        crowded = list(pool.map(lambda body: stream(tight.url, body, preempting_once(tight, after=4)), bodies))
+        crowded = list(pool.map(lambda body: stream(tight.url, body, preempting_once(tight, after=2)), bodies))
 
     assert len(crowded) == 16
     for one, other in zip(alone, crowded, strict=True):

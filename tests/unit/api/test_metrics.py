@@ -74,6 +74,14 @@ def test_the_first_tokens_are_timed_once_and_the_gaps_between_the_others() -> No
     assert kept.count("time_per_output_token") == 1
 
 
+def test_tokens_that_come_again_after_a_preempt_are_not_counted_again() -> None:
+    kept = Kept()
+    timing = Timing(kept, "normal", arrived_at=0.0)
+    for count in (5, 3, 4, 5, 6):
+        timing.tokens(count)
+    assert kept.count("inter_token_latency") == 1
+
+
 def test_an_answer_that_began_elsewhere_has_no_first_token_here() -> None:
     kept = Kept()
     timing = Timing(kept, "normal")

@@ -241,7 +241,7 @@ def test_a_job_that_was_preempted_often_is_not_ended_by_one_failed_hand_over() -
 
 
 def test_the_lowest_class_and_then_the_latest_arrival_is_evicted_and_freed_before_it_is_given_up() -> None:
-    worker, writes = make_worker(Role.UNIFIED, blocks=6, max_running=8)
+    worker, writes = make_worker(Role.UNIFIED, blocks=8, max_running=8)
     give(
         worker,
         make_claim("high/0", 7, 16, priority=Priority.INTERACTIVE, submitted_ms=3),
@@ -255,7 +255,7 @@ def test_the_lowest_class_and_then_the_latest_arrival_is_evicted_and_freed_befor
 
 
 def test_a_token_of_the_step_in_which_its_job_is_evicted_is_not_written() -> None:
-    worker, writes = make_worker(Role.UNIFIED, blocks=4, max_running=8)
+    worker, writes = make_worker(Role.UNIFIED, blocks=5, max_running=8)
     give(worker, make_claim("a/0", 7, 8, submitted_ms=1), make_claim("b/0", 7, 8, submitted_ms=2))
     for _ in range(3):
         step(worker)

@@ -65,13 +65,13 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.running)))
-        before, gives = self.engine.stats().free, self.engine.gives(key)
+        before, gives = self.engine.spare, self.engine.gives(key)
         assert self.engine.drop(key)
         del self.running[key]
         if key in self.copying:
             self.copying.remove(key)
             self.dropped.append(key)
-            assert self.engine.stats().free == before
+            assert self.engine.spare == before
         else:
             assert self.engine.spare == before + gives > before
         if key in self.held:
