@@ -22,7 +22,7 @@ from tests.bed.processes import until
 from tests.bed.serving import Serving, serving
 
 from .client import Answer, stream, together
-from .test_preempt import QUESTIONS, chat, completion, preempt, preempting_at
+from .test_preempt import LONG, QUESTIONS, chat, completion, preempt, preempting_at
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(240)]
 
@@ -64,7 +64,7 @@ def test_sixteen_greedy_streams_that_are_all_preempted_are_those_of_an_empty_ser
 @pytest.mark.slow
 def test_a_seed_gives_the_same_tokens_alone_and_preempted_in_a_crowd(tight: Serving) -> None:
     """Case 2, vllm#19940: with a seed, the tokens after a preempt are drawn anew."""
-    body = completion(temperature=1, seed=7, logprobs=2)
+    body = completion(temperature=1, seed=7, max_tokens=LONG, logprobs=2)
     alone = stream(tight.url, body)
     others = [chat(question, temperature=1, seed=7) for question in QUESTIONS[:4]]
     with ThreadPoolExecutor(1) as pool:
@@ -75,7 +75,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_preempted_in_a_crowd(tight: Serv
     answer.check()
     assert answer.epochs[-1] > 2
     assert answer.logprobs == alone.logprobs  # tokens and their values, bit for bit
-    assert len(answer.logprobs) == 40
+    assert len(answer.logprobs) == LONG
     assert answer.text == alone.text
 
 

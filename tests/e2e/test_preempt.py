@@ -34,6 +34,10 @@ def chat(question: str, **changes: Any) -> dict[str, Any]:
     return {**body, "ignore_eos": True, **changes}
 
 
+#: Tokens of an answer that is preempted: many more than any preempt is asked for at, for the engine runs on meanwhile.
+LONG = 120
+
+
 def completion(**changes: Any) -> dict[str, Any]:
     body = {"model": "demo", "prompt": "In the year 2050, the largest city", "max_tokens": 40, "ignore_eos": True}
     return {**body, **changes}
@@ -45,12 +49,18 @@ def preempt(server: Serving, request: str) -> int:
 
 
 def preempting_at(server: Serving, *tokens: int) -> Any:
-    """A callback for `stream` that asks for a preempt when so many tokens have been delivered."""
-    left = sorted(tokens)
+    """A callback for `stream` that asks for a preempt of an attempt when so many tokens have been delivered.
+
+    One for each attempt: tokens that were on their way at a preempt may bring the answer to the next number, too.
+    """
+    left, asked = sorted(tokens), 0
 
     def on_frame(answer: Answer) -> None:
-        if left and answer.cursors[-1][1] + 1 >= left[0]:
+        nonlocal asked
+        epoch, seq = answer.cursors[-1]
+        if left and epoch > asked and seq + 1 >= left[0]:
             left.pop(0)
+            asked = epoch
             assert preempt(server, answer.id) == 202
 
     return on_frame
@@ -88,7 +98,7 @@ def test_preempts_in_mid_stream_change_nothing_in_bf16(tight_bf16: Serving, samp
 
 
 def check_preempts_in_mid_stream(server: Serving, sampling: dict[str, Any]) -> None:
-    body = completion(**sampling)
+    body = completion(max_tokens=LONG, **sampling)
     undisturbed = stream(server.url, body)
 
     for points in ((1,), (10, 20, 30)):
@@ -101,7 +111,7 @@ def check_preempts_in_mid_stream(server: Serving, sampling: dict[str, Any]) -> N
 
 def test_preempts_neither_lose_nor_double_a_logprob(tight: Serving) -> None:
     """sglang#26510, here with penalties, whose counts a restart could lose too."""
-    body = completion(**SEEDED, logprobs=5, repetition_penalty=1.2, frequency_penalty=0.5)
+    body = completion(**SEEDED, max_tokens=LONG, logprobs=5, repetition_penalty=1.2, frequency_penalty=0.5)
     undisturbed = post(f"{tight.url}/v1/completions", json=body, timeout=60).json()
 
     answer = stream(tight.url, body, preempting_at(tight, 5, 15, 30))
@@ -109,7 +119,7 @@ def test_preempts_neither_lose_nor_double_a_logprob(tight: Serving) -> None:
     answer.check()
     assert len(answer.epochs) == 4
     assert answer.text == undisturbed["choices"][0]["text"]
-    assert len(answer.logprobs) == undisturbed["usage"]["completion_tokens"] == 40
+    assert len(answer.logprobs) == undisturbed["usage"]["completion_tokens"] == LONG
     assert answer.logprobs == reported(undisturbed["choices"][0])
 
 
@@ -130,7 +140,7 @@ def test_a_prompt_s_logprobs_come_once_and_are_the_model_s(tight: Serving) -> No
 
 @pytest.mark.slow
 def test_a_preempt_past_the_bound_still_evicts(tight: Serving) -> None:
-    body = completion(temperature=0, max_tokens=40)
+    body = completion(temperature=0, max_tokens=LONG)
     undisturbed = stream(tight.url, body)
 
     answer = stream(tight.url, body, preempting_at(tight, *range(2, 37, 5)))
