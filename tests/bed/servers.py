@@ -61,7 +61,7 @@ class Server:
     def start(self) -> None:
         """Start and wait until it answers."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60  # it loads its data first, and the machine may be busy
         while True:
             try:
                 self.client.ping()

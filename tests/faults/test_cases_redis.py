@@ -243,7 +243,7 @@ def test_a_server_that_loads_two_hundred_megabytes_is_waited_for(slow_loader: Se
         replies: list[httpx.Response] = []
         with again_and_again(0.05, lambda: replies.append(ask(api))):
             slow_loader.start()
-            until(lambda: replies and replies[-1].status_code == 200)
+            until(lambda: replies and replies[-1].status_code == 200, 60)
         refused = [reply for reply in replies if reply.status_code != 200]
         assert len(refused) > 1
         assert {reply.status_code for reply in refused} == {503}
