@@ -102,6 +102,7 @@ def run_worker(role: str, settings: Settings) -> int:
         block_size=settings.block_size,
         dtype=settings.dtype,
         kernels=settings.kernels,
+        quantization=settings.quantization,
         max_running=settings.max_running,
         prefill_chunk=settings.prefill_chunk,
         batch_step_ms=settings.batch_step_ms,

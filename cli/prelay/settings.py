@@ -99,6 +99,7 @@ class Settings(BaseSettings):
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"
+    quantization: Literal["none", "w8a8"] = "none"
     max_model_len: Annotated[int, Field(ge=2, le=1 << 24)] | None = None
     prefill: Count | None = None
     decode: Count | None = None

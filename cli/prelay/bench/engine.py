@@ -29,6 +29,7 @@ class Plan:
     model: Path
     dtype: str = "auto"
     kernels: str = "auto"
+    quantization: str = "none"
     threads: int = 1
     batches: Sequence[int] = (1, 8, 32)
     prompt: int = 128
@@ -42,7 +43,7 @@ class Plan:
 
     def settings(self, model: Path) -> dict[str, Any]:
         """Those of EngineConfig, as JSON can carry them."""
-        chosen = {"dtype": self.dtype, "kernels": self.kernels, "threads": self.threads}
+        chosen = {name: getattr(self, name) for name in ("dtype", "kernels", "quantization", "threads")}
         return {"model": str(model), "prefill_chunk": self.prefill_chunk} | chosen
 
 

@@ -43,6 +43,7 @@ class WorkerConfig:
     block_size: int = 16
     dtype: str = "auto"
     kernels: str = "auto"
+    quantization: str = "none"
     max_running: int = 32
     prefill_chunk: int = 256
     #: What a step should take that has prompts of class batch only, milliseconds.

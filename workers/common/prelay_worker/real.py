@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from prelay_engine.blocks import BlockPool
-from prelay_engine.config import DType, EngineConfig, KernelsChoice
+from prelay_engine.config import DType, EngineConfig, KernelsChoice, Quantization
 from prelay_engine.contiguous import ContiguousKv
 from prelay_engine.engine import Engine
 from prelay_engine.errors import EngineError
@@ -116,6 +116,7 @@ def _build(config: WorkerConfig, worker: str) -> Backend:
         max_model_len=config.max_model_len,
         threads=config.threads,
         kernels=cast(KernelsChoice, config.kernels),
+        quantization=cast(Quantization, config.quantization),
     )
     torch.set_num_interop_threads(1)
     model = load(engine_config)

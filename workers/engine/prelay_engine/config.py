@@ -11,6 +11,8 @@ from .errors import ConfigError
 DType = Literal["auto", "float32", "bfloat16"]
 #: What computes: C++ compiled for this CPU at the first start, or torch. auto: C++ where there is a compiler.
 KernelsChoice = Literal["auto", "native", "torch"]
+#: How weights are kept. w8a8: they, and the rows that they multiply, in eight bits (native kernels only).
+Quantization = Literal["none", "w8a8"]
 
 #: Positions. A row's keys are padded to the end of its own block of this many positions, so that the
 #: padding never depends on neighbours or chunks (see `attention.py`). Fixed: it is part of the numerics.
@@ -32,12 +34,14 @@ class EngineConfig:
     max_model_len: int | None = None  # positions a sequence; None is the model's own limit
     threads: int = 1  # that compute a step
     kernels: KernelsChoice = "auto"
+    quantization: Quantization = "none"
 
     def __post_init__(self) -> None:
-        if self.dtype not in get_args(DType):
-            raise ConfigError("dtype", f"one of {', '.join(get_args(DType))}", self.dtype)
-        if self.kernels not in get_args(KernelsChoice):
-            raise ConfigError("kernels", f"one of {', '.join(get_args(KernelsChoice))}", self.kernels)
+        for name, kind in (("dtype", DType), ("kernels", KernelsChoice), ("quantization", Quantization)):
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(name, f"one of {', '.join(get_args(kind))}", getattr(self, name))
+        if self.quantization != "none" and self.kernels == "torch":
+            raise ConfigError("quantization", "none with kernels=torch", self.quantization)
         if self.block_size < 1 or POSITION_BLOCK % self.block_size:
             raise ConfigError("block_size", f"a divisor of {POSITION_BLOCK}", self.block_size)
         for name in ("num_blocks", "max_running", "prefill_chunk", "threads"):

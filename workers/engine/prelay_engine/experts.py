@@ -101,7 +101,7 @@ class Mixture:
             weight = module.weight.detach()
             del module.weight  # no parameter of an unknown kind any more
             module.register_buffer("weight", weight)
-            self._kernels[weight.shape, weight.dtype] = pack(weight, None, self._native)
+            self._kernels[weight.shape, weight.dtype] = pack(weight, None, self._native, whole=True)
         self._shapes = {shape for shape, _ in self._kernels}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class Mixture:
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         kind = weight.shape, weight.dtype
         if kind not in self._kernels:  # some routers compute in float32 what is kept in bfloat16
-            self._kernels[kind] = pack(weight, None, self._native)
+            self._kernels[kind] = pack(weight, None, self._native, whole=True)
         out = self._kernels[kind](x)
         return out if bias is None else out + bias
 

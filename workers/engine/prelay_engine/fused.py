@@ -50,7 +50,8 @@ class Fused:
         net.lm_head = nn.Identity()
         shape = (len(layers), embedding.shape[1], layers[0].heads, layers[0].kv_heads, layers[0].head_dim, inner)
         addresses = (embedding.data_ptr(), head.address, self._keep(base.norm.weight.float()).data_ptr())
-        self._args = NetArgs(*shape, embedding.shape[0], args, *addresses, eps, layers[0].form.scale, gelu)
+        scale = layers[0].form.scale
+        self._args = NetArgs(*shape, embedding.shape[0], args, *addresses, eps, scale, gelu, kernels.eight)
 
     def _layer(self, block: Any, layer: Layer, let_go: Callable[[int], None]) -> LayerArgs:
         attention, mlp = block.self_attn, block.mlp

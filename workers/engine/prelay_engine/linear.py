@@ -19,15 +19,17 @@ def native_bfloat16() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None = None) -> Kernel:
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None = None, whole: bool = False
+) -> Kernel:
     """A kernel x [..., in] → [..., out] in the dtype of `weight` [out, in], whose rows depend on their row of x only.
 
-    Without `kernels` it is oneDNN's. With one row that may split the sum differently, so one row is run as two.
+    `whole`: with kernels that keep weights in eight bits, too. Without `kernels` it is oneDNN's. With one row that may split the sum differently, so one row is run as two.
     bfloat16 on a CPU that cannot multiply it is computed on the same values in float32 and rounded once: the same
     accumulation.
     """
     if kernels is not None and weight.dtype in kernels.dtypes:
-        mine, wide = kernels.pack(weight), None if bias is None else bias.detach().float()
+        mine, wide = kernels.pack(weight, whole), None if bias is None else bias.detach().float()
         return lambda x: kernels.linear(x, mine, wide)
     narrow = weight.dtype == torch.bfloat16 and not native_bfloat16()
     if narrow:

@@ -53,11 +53,12 @@ def _kernels(config: EngineConfig) -> Kernels | None:
     """The native kernels, None where torch is asked for or nothing can be compiled and it need not be."""
     if config.kernels == "torch":
         return None
+    eight = config.quantization == "w8a8"
     try:
-        return Kernels(library(default_cache(), log.info), config.threads)
+        return Kernels(library(default_cache(), log.info), config.threads, eight)
     except (NoKernels, OSError) as error:
-        if config.kernels == "native":
-            raise ModelError(f"kernels=native: {error}") from None
+        for asked in ("kernels=native",) * (config.kernels == "native") + ("quantization=w8a8",) * eight:
+            raise ModelError(f"{asked}: {error}") from None
         log.warning("no native kernels, so torch computes, which is slower: %s", error)
         return None
 

@@ -117,6 +117,7 @@ class Model:
                 "threads": None if self._fused is not None else self.threads,  # whose bits no thread changes
                 "kernels": "torch" if self.kernels is None else self.kernels.name,
                 "dtype": str(self.geometry.dtype),
+                "eight": self.kernels is not None and self.kernels.eight,
                 "native": numerics.native_bfloat16_matmul(),
                 "position_block": POSITION_BLOCK,
                 "exact": self.exact,
@@ -128,7 +129,8 @@ class Model:
         """What computes it, in a few words."""
         if self.kernels is None:
             return "torch"
-        return "native kernels" if self._fused is None else "native kernels, fused layers"
+        parts = ("native kernels", "" if self._fused is None else "fused layers", "w8a8" * self.kernels.eight)
+        return ", ".join(filter(None, parts))
 
     def __repr__(self) -> str:
         shape = f"{self.geometry.layers} layers, {self.geometry.kv_heads}×{self.geometry.head_dim} KV"

@@ -1,6 +1,7 @@
 // A whole decoder of the common kind: norm, attention with rotary positions, norm, gated product; added to the input.
 #pragma once
 #include "attention.h"
+#include "bytes.h"
 
 namespace prelay {
 
@@ -20,6 +21,7 @@ struct Net {
     const float *last_norm;
     float norm_eps, scale;
     int64_t gelu;  // 0: SiLU, 1: GELU by tanh
+    int64_t eight;  // weights are of eight bits
 };
 
 template <class E, class In> inline void put(In *to, vf x, int count) {
@@ -63,6 +65,7 @@ template <class E> struct Rows {
     typedef typename FormOf<E>::type::input In;
     std::vector<E> x, qkv;
     std::vector<In> normed, seen, mixed;
+    std::vector<Group> groups;  // of what is multiplied next, in eight bits
     void resize(const Net &net, int64_t rows) {
         x.resize(rows * net.hidden);
         normed.resize(rows * net.hidden);
@@ -72,22 +75,10 @@ template <class E> struct Rows {
     }
 };
 
-// Calls body(row) for all rows, in the calling thread where that is quicker than to share them.
-template <class Body> void each_row(Pool &pool, int64_t rows, const Body &body) {
-    const int64_t part = 8;
-    if (rows <= part) {
-        for (int64_t row = 0; row < rows; row++) body(row);
-        return;
-    }
-    pool.run(int((rows + part - 1) / part), [&](int task) {
-        for (int64_t row = task * part; row < rows && row < (task + 1) * part; row++) body(row);
-    });
-}
-
-template <class E> class Step {
+// `F` is the form of the weights; what is between products, and keys and values, are of `E`.
+template <class E, class F> class Step {
   public:
-    typedef typename FormOf<E>::type F;
-    typedef typename F::input In;
+    typedef typename FormOf<E>::type::input In;
     typedef typename F::weight W;
 
     Step(Pool &pool, const Net &net, const Span *spans, int64_t count, const float *cosines,
@@ -106,18 +97,18 @@ template <class E> class Step {
             if (abandon && __atomic_load_n(abandon, __ATOMIC_RELAXED)) return false;
             attention(i);
             if (i + 1 == net_.layers) leave(wanted, wanted_rows);  // no other row goes on to anything
-            add(net_.layer[i].out, net_.layer[i].out_bias, [&](int row) { return seen(row); }, net_.heads * net_.dim);
+            add(net_.layer[i].out, net_.layer[i].out_bias, seen(0), net_.heads * net_.dim);
             gated(net_.layer[i]);
         }
         each_row(pool_, rows_, [&](int64_t row) {
             norm<E>(x(row), net_.last_norm, net_.norm_eps, int(net_.hidden), normed(row));
         });
         const int vocabulary = int(net_.vocabulary);
-        multiply<F>(pool_, int(wanted_rows), [&](int row) { return normed(row); }, {packed(net_.head, vocabulary, net_.hidden)},
-                    [&](int row, int panel, const float *const (&c)[1]) {
-                        float *to = logits + int64_t(row) * vocabulary;
-                        columns(vocabulary, panel, [&](int column, int i, int n) { write(to + column, load(c[0] + i), n); });
-                    });
+        product<1>(normed(0), net_.hidden, {packed(net_.head, vocabulary, net_.hidden)},
+                   [&](int row, int panel, const float *const (&c)[1]) {
+                       float *to = logits + int64_t(row) * vocabulary;
+                       columns(vocabulary, panel, [&](int column, int i, int n) { write(to + column, load(c[0] + i), n); });
+                   });
         return true;
     }
 
@@ -142,14 +133,14 @@ template <class E> class Step {
         each_row(pool_, rows_, [&](int64_t row) {
             norm<E>(x(row), layer.first_norm, net_.norm_eps, int(net_.hidden), normed(row));
         });
-        multiply<F>(pool_, int(rows_), [&](int row) { return normed(row); }, {packed(layer.qkv, wide, net_.hidden)},
-                    [&](int row, int panel, const float *const (&c)[1]) {
-                        columns(wide, panel, [&](int column, int i, int n) {
-                            vf sum = load(c[0] + i);
-                            if (layer.qkv_bias) sum += read(layer.qkv_bias + column, n);
-                            write(qkv(row) + column, sum, n);
-                        });
-                    });
+        product<1>(normed(0), net_.hidden, {packed(layer.qkv, wide, net_.hidden)},
+                   [&](int row, int panel, const float *const (&c)[1]) {
+                       columns(wide, panel, [&](int column, int i, int n) {
+                           vf sum = load(c[0] + i);
+                           if (layer.qkv_bias) sum += read(layer.qkv_bias + column, n);
+                           write(qkv(row) + column, sum, n);
+                       });
+                   });
         for_each_row_of_spans([&](const Span &span, int64_t i) { place(index, span, i); });
         const Form form{net_.scale, 0, layer.window, nullptr};
         for_each_part(pool_, spans_, int(count_), int(net_.kv_heads), group,
@@ -182,27 +173,39 @@ template <class E> class Step {
         each_row(pool_, rows_, [&](int64_t row) {
             norm<E>(x(row), layer.second_norm, net_.norm_eps, int(net_.hidden), normed(row));
         });
-        multiply<F>(pool_, int(rows_), [&](int row) { return normed(row); },
-                    {packed(layer.gate, inner, net_.hidden), packed(layer.up, inner, net_.hidden)},
-                    [&](int row, int panel, const float *const (&c)[2]) {
-                        columns(inner, panel, [&](int column, int i, int n) {
-                            put<E>(mixed(row) + column, activation(load(c[0] + i), net_.gelu) * load(c[1] + i), n);
-                        });
-                    });
-        add(layer.down, nullptr, [&](int row) { return mixed(row); }, net_.inner);
+        product<2>(normed(0), net_.hidden,
+                   {packed(layer.gate, inner, net_.hidden), packed(layer.up, inner, net_.hidden)},
+                   [&](int row, int panel, const float *const (&c)[2]) {
+                       columns(inner, panel, [&](int column, int i, int n) {
+                           put<E>(mixed(row) + column, activation(load(c[0] + i), net_.gelu) * load(c[1] + i), n);
+                       });
+                   });
+        add(layer.down, nullptr, mixed(0), net_.inner);
     }
 
-    // x += from · weights + bias
-    template <class From> void add(const void *weights, const float *bias, const From &from, int64_t k) {
+    // x += from [rows, k] · weights + bias
+    void add(const void *weights, const float *bias, const In *from, int64_t k) {
         const int hidden = int(net_.hidden);
-        multiply<F>(pool_, int(rows_), from, {packed(weights, hidden, k)},
-                    [&](int row, int panel, const float *const (&c)[1]) {
-                        columns(hidden, panel, [&](int column, int i, int n) {
-                            vf sum = load(c[0] + i) + read(x(row) + column, n);
-                            if (bias) sum += read(bias + column, n);
-                            write(x(row) + column, sum, n);
-                        });
-                    });
+        product<1>(from, k, {packed(weights, hidden, k)}, [&](int row, int panel, const float *const (&c)[1]) {
+            columns(hidden, panel, [&](int column, int i, int n) {
+                vf sum = load(c[0] + i) + read(x(row) + column, n);
+                if (bias) sum += read(bias + column, n);
+                write(x(row) + column, sum, n);
+            });
+        });
+    }
+
+    // `multiply` of all rows of `from` [rows, k].
+    template <int COUNT, class Give>
+    void product(const In *from, int64_t k, const Packed<F> (&w)[COUNT], const Give &give) {
+        if constexpr (std::is_same<F, Bytes>::value) {
+            const int64_t wide = groups_of(k);
+            rows_memory_.groups.resize(rows_ * wide);
+            Group *groups = rows_memory_.groups.data();
+            each_row(pool_, rows_, [&](int64_t row) { quantise(from + row * k, int(k), groups + row * wide); });
+            multiply<F>(pool_, int(rows_), [&](int row) { return groups + row * wide; }, w, give);
+        } else
+            multiply<F>(pool_, int(rows_), [&](int row) { return from + row * k; }, w, give);
     }
 
     template <class Body> void for_each_row_of_spans(const Body &body) {

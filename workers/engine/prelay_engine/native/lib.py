@@ -44,7 +44,7 @@ class NetArgs(Structure):
         ("layer", POINTER(LayerArgs)),
         *((name, c_void_p) for name in ("embedding", "head", "last_norm")),
         *((name, c_float) for name in ("norm_eps", "scale")),
-        ("gelu", c_int64),
+        *((name, c_int64) for name in ("gelu", "eight")),
     )
 
 
@@ -82,12 +82,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [n, k] in panels at `address`."""
+    """A weight [n, k] in panels at `address`; `dtype` is what it was, and what its products are."""
 
     address: int
     n: int
     k: int
     dtype: torch.dtype
+    eight: bool = False  # kept in eight bits
 
 
 class Spans:
@@ -112,17 +113,17 @@ class Kernels:
 
     dtypes = frozenset(_CODES)
 
-    def __init__(self, path: Path, threads: int) -> None:
-        """Raise OSError where the library cannot be loaded."""
+    def __init__(self, path: Path, threads: int, eight: bool = False) -> None:
+        """`eight`: weights are kept, and rows multiplied, in eight bits. Raise OSError if the library cannot be loaded."""
         lib = ctypes.CDLL(str(path))
         lib.prelay_pool.restype = c_void_p
         lib.prelay_packed_bytes.restype = c_int64
         lib.prelay_pool.argtypes = (c_int64, c_int64)
         lib.prelay_free_pool.argtypes = (c_void_p,)
-        lib.prelay_packed_bytes.argtypes = (c_int64, c_int64, c_int64)
-        lib.prelay_pack.argtypes = (c_int64, c_void_p, c_int64, c_int64, c_void_p)
+        lib.prelay_packed_bytes.argtypes = (c_int64, c_int64, c_int64, c_int64)
+        lib.prelay_pack.argtypes = (c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         lib.prelay_linear.argtypes = (
-            c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p,
+            c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p,
         )  # fmt: skip
         lib.prelay_attend.argtypes = (
             c_void_p, c_int64, c_void_p, c_int64, c_int64, POINTER(_Inputs), c_int64, c_int64, c_int64, POINTER(_Form),
@@ -140,6 +141,7 @@ class Kernels:
         self._lib: Any = lib
         self._pool = lib.prelay_pool(threads, _SPIN_NS)
         self._arena = Arena()
+        self.eight = eight
         #: Tells kernels of other sources, compilers and CPUs apart.
         self.name = path.stem
 
@@ -147,21 +149,21 @@ class Kernels:
         if (pool := getattr(self, "_pool", None)) is not None:
             self._lib.prelay_free_pool(pool)
 
-    def pack(self, weight: torch.Tensor) -> Packed:
-        """Copy `weight` [out, in] into panels that live as long as this object."""
+    def pack(self, weight: torch.Tensor, whole: bool = False) -> Packed:
+        """Copy `weight` [out, in] into panels that live as long as this object. `whole`: in its own dtype in any case."""
         weight = weight.detach().contiguous()
-        code, (n, k) = _CODES[weight.dtype], weight.shape
-        address = self._arena.take(self._lib.prelay_packed_bytes(code, n, k))
-        self._lib.prelay_pack(code, weight.data_ptr(), n, k, address)
-        return Packed(address, n, k, weight.dtype)
+        code, (n, k), eight = _CODES[weight.dtype], weight.shape, self.eight and not whole
+        address = self._arena.take(self._lib.prelay_packed_bytes(code, eight, n, k))
+        self._lib.prelay_pack(code, eight, weight.data_ptr(), n, k, address)
+        return Packed(address, n, k, weight.dtype, eight)
 
     def linear(self, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [..., in] → [..., out] in the dtype of the weight; `bias` [out] in float32."""
+        """x [..., in] → [..., out] in the weight's dtype; `bias` [out] in float32."""
         x = x.to(weight.dtype).contiguous()
         out = torch.empty(*x.shape[:-1], weight.n, dtype=weight.dtype)
         rows = x.numel() // weight.k
         self._lib.prelay_linear(
-            self._pool, _CODES[weight.dtype], x.data_ptr(), rows, weight.address, weight.n, weight.k, _address(bias),
+            self._pool, _CODES[weight.dtype], weight.eight, x.data_ptr(), rows, weight.address, weight.n, weight.k, _address(bias),
             out.data_ptr(),
         )  # fmt: skip
         return out

@@ -11,8 +11,8 @@ inline int panels_of(int64_t n) { return int((n + PANEL - 1) / PANEL); }
 template <class F> struct Packed {
     const typename F::weight *data;
     int n, k;
-    int steps() const { return (k + F::step - 1) / F::step; }
-    int64_t panel_size() const { return int64_t(steps()) * F::step * PANEL; }
+    int steps() const { return (k + F::fill - 1) / F::fill * F::fill / F::step; }
+    int64_t panel_size() const { return int64_t(steps()) * F::step * PANEL + int64_t(steps()) * F::step / F::fill * F::tail; }
     const typename F::weight *panel(int p) const { return data + p * panel_size(); }
 };
 
@@ -53,6 +53,18 @@ void multiply(Pool &pool, int rows, const Rows &x, const Packed<F> (&w)[COUNT], 
                     give(first + i, panel, found);
                 }
             }
+    });
+}
+
+// Calls body(row) for all rows, in the calling thread where that is quicker than to share them.
+template <class Body> void each_row(Pool &pool, int64_t rows, const Body &body) {
+    const int64_t part = 8;
+    if (rows <= part) {
+        for (int64_t row = 0; row < rows; row++) body(row);
+        return;
+    }
+    pool.run(int((rows + part - 1) / part), [&](int task) {
+        for (int64_t row = task * part; row < rows && row < (task + 1) * part; row++) body(row);
     });
 }
 

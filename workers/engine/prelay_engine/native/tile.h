@@ -4,7 +4,8 @@
 
 namespace prelay {
 
-// How weights lie in a panel, and what one step of the sum is.
+// How weights lie in a panel, and what one step of the sum is. k is filled up to a multiple of `fill` with zeros, and
+// behind each `fill` of them lie `tail` more.
 //   Pairs   bfloat16, [k / 2][PANEL][2]: two steps of k in one instruction
 //   Halves  bfloat16, [k][PANEL], widened as they are read; A is float32
 //   Floats  float32, [k][PANEL]
@@ -12,7 +13,7 @@ namespace prelay {
 struct Pairs {
     typedef bf16 weight;
     typedef bf16 input;
-    static const int step = 2;
+    static const int step = 2, fill = 2, tail = 0;
     typedef __m512bh vector;
     static vector load(const bf16 *w) { return reinterpret_cast<vector>(_mm512_loadu_si512(w)); }
     static vector splat(const bf16 *a) {
@@ -28,7 +29,7 @@ struct Pairs {
 template <class W> struct Plain {
     typedef W weight;
     typedef float input;
-    static const int step = 1;
+    static const int step = 1, fill = 1, tail = 0;
     typedef vf vector;
     static vector load(const W *w) { return prelay::load(w); }
     static vector splat(const float *a) { return prelay::splat(*a); }

@@ -34,6 +34,7 @@ typedef float vf __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2), aligned(2)));
+typedef int8_t vb __attribute__((vector_size(LANES), aligned(1)));
 
 struct bf16 {
     uint16_t bits;
@@ -108,6 +109,9 @@ inline float largest(vf x) {
     return lanes[0];
 }
 
+const float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+inline vi whole(vf x) { return __builtin_convertvector(x + MAGIC - MAGIC, vi); }
+
 // e^x to about 2 units in the last place: x = n ln 2 + r, a polynomial in r, and n put into the exponent.
 // Below -87.3 (also -inf) it is 0; what is above 88.3 is taken for 88.3; a NaN stays one.
 inline vf exp(vf x) {
@@ -115,9 +119,7 @@ inline vf exp(vf x) {
     vf given = x;
     x = x < -87.3f ? splat(-87.3f) : x;
     x = x > 88.3f ? splat(88.3f) : x;
-    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-    vf shifted = x * 1.44269504089f + magic;
-    vf n = shifted - magic;
+    vf n = x * 1.44269504089f + MAGIC - MAGIC;
     vf r = x - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
