@@ -39,16 +39,18 @@ inline vi dot4(vi sum, const uint8_t *w, const int8_t *a) {
 #endif
 }
 
-template <int R> inline void tile_of(const Group *const *a, const uint8_t *w, int groups, float *c) {
+template <int R> inline void tile_of(const Group *const *a, const uint8_t *w, int groups, float *c, const uint8_t *ahead) {
     std::memset(c, 0, R * PANEL * sizeof(*c));
     for (int g = 0; g < groups; g++) {
         vi sums[R][COLS];
         for (int i = 0; i < R; i++)
             for (int j = 0; j < COLS; j++) sums[i][j] = a[i][g].offset - vi{};
-        for (int k = 0; k < GROUP; k += Bytes::step, w += PANEL * Bytes::step)
+        for (int k = 0; k < GROUP; k += Bytes::step, w += PANEL * Bytes::step) {
+            if constexpr (R >= ROWS / 2) ask(ahead, PANEL * Bytes::step);
 #pragma GCC unroll 12
             for (int i = 0; i < R; i++)
                 for (int j = 0; j < COLS; j++) sums[i][j] = dot4(sums[i][j], w + j * LANES * Bytes::step, a[i][g].q + k);
+        }
         vf scales[COLS];
         for (int j = 0; j < COLS; j++, w += LANES * sizeof(float)) scales[j] = load(reinterpret_cast<const float *>(w));
         for (int i = 0; i < R; i++)
@@ -59,17 +61,17 @@ template <int R> inline void tile_of(const Group *const *a, const uint8_t *w, in
     }
 }
 
-template <int R = ROWS> inline void tile_of_bytes(int rows, const Group *const *a, const uint8_t *w, int groups, float *c) {
+template <int R = ROWS> inline void tile_of_bytes(int rows, const Group *const *a, const uint8_t *w, int groups, float *c, const uint8_t *ahead) {
     if constexpr (R == 1)
-        tile_of<1>(a, w, groups, c);
+        tile_of<1>(a, w, groups, c, ahead);
     else if (rows == R)
-        tile_of<R>(a, w, groups, c);
+        tile_of<R>(a, w, groups, c, ahead);
     else
-        tile_of_bytes<R - 1>(rows, a, w, groups, c);
+        tile_of_bytes<R - 1>(rows, a, w, groups, c, ahead);
 }
 
-template <> inline void tile<Bytes>(int rows, const Group *const *a, const uint8_t *w, int steps, float *c, bool) {
-    tile_of_bytes(rows, a, w, steps * Bytes::step / GROUP, c);
+template <> inline void tile<Bytes>(int rows, const Group *const *a, const uint8_t *w, int steps, float *c, bool, const uint8_t *ahead) {
+    tile_of_bytes(rows, a, w, steps * Bytes::step / GROUP, c, ahead);
 }
 
 inline int64_t groups_of(int64_t k) { return (k + GROUP - 1) / GROUP; }
@@ -77,26 +79,32 @@ inline int64_t groups_of(int64_t k) { return (k + GROUP - 1) / GROUP; }
 // x [k] in groups; the last is filled up with zeros. A group with a number that is not finite has the scale NaN.
 template <class T> void quantise(const T *x, int k, Group *to) {
     const float tiny = 1e-30f;  // below, 1 / scale would overflow: such a group counts as zeros
-    for (int first = 0; first < k; first += GROUP, to++) {
+    for (int first = 0; first < k; first += GROUP, x += GROUP, to++) {
         const int n = k - first < GROUP ? k - first : GROUP;
-        vf most = {}, bad = {};
+        vi sizes = {};  // of floats without their sign, which are ordered as whole numbers are
         by_lanes(n, [&](int i, int count) {
-            const vf value = read(x + first + i, count);
-            most = larger(value < 0.0f ? -value : value, most);
-            bad += value * 0.0f;
+            const vi size = reinterpret_cast<vi>(read(x + i, count)) & 0x7fffffff;
+            sizes = size > sizes ? size : sizes;
         });
-        const float scale = largest(most) / 127 + sum(bad), factor = scale > tiny ? 1 / scale : 0;
+        const int32_t most = largest(sizes);
+        float scale, factor = 0;
+        std::memcpy(&scale, &most, sizeof(scale));
+        scale /= 127;
+        if (most >= 0x7f800000)
+            scale = std::numeric_limits<float>::quiet_NaN();
+        else if (scale > tiny)
+            factor = 1 / scale;
+        else
+            scale = 0;
         vi total = {};
-        std::memset(to->q, 0, GROUP);
+        if (n < GROUP) std::memset(to->q, 0, GROUP);
         by_lanes(n, [&](int i, int count) {
-            const vi q = whole(read(x + first + i, count) * factor);
+            const vi q = whole(read(x + i, count) * factor);
             total += q;
             *reinterpret_cast<vb *>(to->q + i) = __builtin_convertvector(q, vb);
         });
-        int32_t all = 0;
-        for (int lane = 0; lane < LANES; lane++) all += total[lane];
-        to->scale = scale <= tiny ? 0 : scale;
-        to->offset = -128 * all;
+        to->scale = scale;
+        to->offset = -128 * sum(total);
     }
 }
 

@@ -42,11 +42,15 @@ void multiply(Pool &pool, int rows, const Rows &x, const Packed<F> (&w)[COUNT], 
         alignas(64) float c[COUNT][ROWS * PANEL];
         const typename F::input *a[ROWS];
         Parts parts(end - begin);
-        for (int panel = last - group; panel < last && panel < panels; panel++)
+        if (last > panels) last = panels;
+        for (int panel = task % groups * group; panel < last; panel++)
             for (int part = 0; part < parts.count; part++) {
                 int first = begin + parts.first(part), count = parts.size(part);
                 for (int i = 0; i < count; i++) a[i] = x(first + i);
-                for (int j = 0; j < COUNT; j++) tile<F>(count, a, w[j].panel(panel), steps, c[j], false);
+                // With few rows the memory is busy enough as it is.
+                const bool fetch = part > 0 && part + 1 == parts.count && panel + 1 < last;
+                for (int j = 0; j < COUNT; j++)
+                    tile<F>(count, a, w[j].panel(panel), steps, c[j], false, fetch ? w[j].panel(panel + 1) : nullptr);
                 for (int i = 0; i < count; i++) {
                     const float *found[COUNT];
                     for (int j = 0; j < COUNT; j++) found[j] = c[j] + i * PANEL;

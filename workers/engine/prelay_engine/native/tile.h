@@ -46,13 +46,23 @@ template <class E> struct FormOf;
 template <> struct FormOf<float> { typedef Floats type; };
 template <> struct FormOf<bf16> { typedef Halves type; };
 
-// c[i] [PANEL] (+)= a[i] [steps * step] * w, for `R` rows. With `more` what stands in c is added to.
+// Ask for `bytes` of what is read next, where `ahead` is not null, and step past them.
+template <class W> inline void ask(const W *&ahead, int bytes) {
+    if (!ahead) return;
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const char *>(ahead) + i, 0, 2);
+    ahead += bytes / sizeof(W);
+}
+
+// c[i] [PANEL] (+)= a[i] [steps * step] * w, for `R` rows. With `more` what stands in c is added to. `ahead`: a panel that
+// is fetched meanwhile, or null.
 template <class F, int R>
-inline void tile_of(const typename F::input *const *a, const typename F::weight *w, int steps, float *c, bool more) {
+inline void tile_of(const typename F::input *const *a, const typename F::weight *w, int steps, float *c, bool more,
+                    const typename F::weight *ahead) {
     vf sums[R][COLS];
     for (int i = 0; i < R; i++)
         for (int j = 0; j < COLS; j++) sums[i][j] = more ? load(c + i * PANEL + j * LANES) : vf{};
     for (int k = 0; k < steps; k++) {
+        if constexpr (R >= ROWS / 2) ask(ahead, PANEL * F::step * sizeof(*w));  // parts of several have as many rows
         typename F::vector columns[COLS];
         for (int j = 0; j < COLS; j++) columns[j] = F::load(w + (k * PANEL + j * LANES) * F::step);
 #pragma GCC unroll 12
@@ -67,13 +77,13 @@ inline void tile_of(const typename F::input *const *a, const typename F::weight 
 
 template <class F, int R = ROWS>
 inline void tile(int rows, const typename F::input *const *a, const typename F::weight *w, int steps, float *c,
-                 bool more) {
+                 bool more, const typename F::weight *ahead = nullptr) {
     if constexpr (R == 1)
-        tile_of<F, 1>(a, w, steps, c, more);
+        tile_of<F, 1>(a, w, steps, c, more, ahead);
     else if (rows == R)
-        tile_of<F, R>(a, w, steps, c, more);
+        tile_of<F, R>(a, w, steps, c, more, ahead);
     else
-        tile<F, R - 1>(rows, a, w, steps, c, more);
+        tile<F, R - 1>(rows, a, w, steps, c, more, ahead);
 }
 
 // `rows` in parts of at most ROWS that differ by one at most: 13 are 7 and 6, not 12 and 1.

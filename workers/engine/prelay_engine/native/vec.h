@@ -98,6 +98,22 @@ inline float sum(vf x) {
         for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
     return lanes[0];
 }
+inline int32_t sum(vi x) {
+#if LANES == 16
+    return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(x));
+#endif
+    int32_t all = 0;
+    for (int i = 0; i < LANES; i++) all += x[i];
+    return all;
+}
+inline int32_t largest(vi x) {
+#if LANES == 16
+    return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(x));
+#endif
+    int32_t most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
 inline float largest(vf x) {
 #if LANES == 16
     return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x));
