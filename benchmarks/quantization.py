@@ -1,7 +1,7 @@
 """What eight-bit weights cost: the perplexity of a text with and without them.
 
-    python -m benchmarks.quantization $(prelay model path)
-    python -m benchmarks.quantization MODEL --text book.txt --text code.py
+python -m benchmarks.quantization $(prelay model path)
+python -m benchmarks.quantization MODEL --text book.txt --text code.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from prelay_engine.model import Model
 from prelay_text.tokenizer import Tokenizer
 
 #: Texts that come with Prelay.
-TEXTS = (Path("README.md"), *(Path("docs") / f"{name}.md" for name in ("architecture", "batches", "design", "operations")))
+TEXTS = (
+    Path("README.md"),
+    *(Path("docs") / f"{name}.md" for name in ("architecture", "batches", "design", "operations")),
+)
 #: Positions of each window; the first half of all but the first is context only.
 WINDOW = 512
 

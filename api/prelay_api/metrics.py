@@ -27,7 +27,7 @@ class Timing:
         self._count = 0
 
     def tokens(self, count: int) -> None:
-        """The answer has so many tokens, now. No more than there once were says nothing: after a preempt some come again."""
+        """The answer has so many tokens, now. No more than once before says nothing: a preempt brings some again."""
         if count <= self._count:
             return
         now, self._count = time.monotonic(), count

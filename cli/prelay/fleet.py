@@ -41,6 +41,8 @@ BATCH_STOP_S = 10.0
 SOCKET_CHECK_S = 2.0
 #: What the API gets beyond its own grace before it is killed, in seconds.
 API_STOP_EXTRA_S = 5.0
+#: By how much decode workers stand back for prefill workers on the same cores (docs/performance.md).
+DECODE_NICE = 5
 #: Variables that only the API process gets.
 _KEYS = ("PRELAY_API_KEY", "PRELAY_API_KEY_FILE")
 
@@ -93,11 +95,17 @@ class Plan:
             "PRELAY_KV_BLOCKS": str(self.sizes.kv_blocks or 1),
             "PRELAY_PREFILL_KV_BLOCKS": str(self.sizes.prefill_kv_blocks or 1),
             "PRELAY_THREADS": str(self.sizes.threads),
+            "PRELAY_DECODE_NICE": str(self._decode_nice()),
             "PRELAY_METRICS_PORT": "0",  # the API shows those of all
             "PYTHONUNBUFFERED": "1",
         }
         given = {name: value for name, value in self.settings.environment().items() if name not in _KEYS}
         return inherited | given | decided | self._files() | thread_variables(threads)
+
+    def _decode_nice(self) -> int:
+        """Return how far decode workers stand back: for prefill workers, whose cores they share."""
+        given, (prefill, _, _) = self.settings.decode_nice, self.settings.counts()
+        return given if given is not None else DECODE_NICE if prefill and not self.settings.null_model else 0
 
     def _of_api(self) -> dict[str, str]:
         """Return what only API processes need: workers ask nobody for a key."""

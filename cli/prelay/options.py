@@ -125,6 +125,11 @@ OPTIONS: dict[str, Option] = {
             "all cores; with torch's kernels an equal share among this command's workers",
             _WORKERS,
         ),
+        Option(
+            "decode_nice", "N", "How far decode workers stand back for others on the machine, 0 to 19 as of nice(1):"
+            " the more, the sooner first tokens come, and the less evenly the others.",
+            "5 beside prefill workers of the same prelay serve, else 0", _WORKERS,
+        ),
         Option("api", "N", "Number of API processes on the one port.", "1", _API),
         Option("host", "ADDRESS", "Address to listen on.", "127.0.0.1", _API),
         Option("port", "PORT", "Port to listen on.", "8000", _API),
@@ -189,9 +194,8 @@ OPTIONS: dict[str, Option] = {
 
 _NULL = ("null_model", "null_divergent", "null_step_ms", "null_prefill_ms", "null_vocab")
 _RUN = (
-    "device", "dtype", "kernels", "quantization", "max_model_len", "block_size", "max_running", "prefill_chunk", "batch_step_ms",
-    "prefix_cache",
-    "max_preemptions", "patience_s", "threads", "metrics_port", "metrics_host", *_NULL,
+    "device", "dtype", "kernels", "quantization", "max_model_len", "block_size", "max_running", "prefill_chunk",
+    "batch_step_ms", "prefix_cache", "max_preemptions", "patience_s", "threads", "metrics_port", "metrics_host", *_NULL,
 )  # fmt: skip
 _COMMON = ("redis_url", "redis_password_file", "model", "log_level", "log_format")
 API = (
@@ -200,7 +204,7 @@ API = (
     "share_port", "files_dir", "batch_redis_url",
 )  # fmt: skip
 PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
-DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", *_RUN)
+DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", "decode_nice", *_RUN)
 BATCH_WORKER = (
     *_COMMON, "served_model_name", "files_dir", "batch_redis_url", "max_queued_jobs", "max_queued_tokens",
     "metrics_port", "metrics_host",

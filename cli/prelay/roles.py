@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from prelay_queue import logs
+from prelay_queue.niceness import stand_back
 from prelay_queue.settings import QueueSettings
 from prelay_text.errors import TextError
 from prelay_text.fingerprint import fingerprint
@@ -86,6 +87,8 @@ def run_worker(role: str, settings: Settings) -> int:
     alone = settings.model_copy(update={"prefill": 0, "decode": 0, "unified": 0} | {role: 1})
     mine = sizes(alone, geometry(settings, folder), this_host())
     _set_up(settings, mine.threads)
+    if role == "decode":
+        stand_back(settings.decode_nice or 0)  # before there are threads, which would keep what they have
     from prelay_worker.config import NullModel, Role, WorkerConfig
 
     null = NullModel(

@@ -115,6 +115,7 @@ class Settings(BaseSettings):
     max_preemptions: Annotated[int, Field(ge=0, le=1000)] = 3
     patience_s: Annotated[float, Field(gt=0, le=86_400)] = 30
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    decode_nice: Annotated[int, Field(ge=0, le=19)] | None = None
     api: Annotated[int, Field(ge=1, le=64)] = 1
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000

@@ -43,7 +43,8 @@ class Serving:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env={**os.environ, "PRELAY_BATCH": "0", **(environment or {})},
+            # Other tests want the cores as much as its prefill worker does.
+            env={**os.environ, "PRELAY_BATCH": "0", "PRELAY_DECODE_NICE": "0", **(environment or {})},
             cwd=self.state.name,
         )
 

@@ -30,7 +30,7 @@ def owned_by(here: Site, worker: WorkerProcess) -> set[str]:
 
 
 def freeze_at_work(here: Site, worker: WorkerProcess, more: Callable[[], Any]) -> set[str]:
-    """Stop a worker while it runs something; what that is. `more` gives the fleet work, of which others may take all."""
+    """Stop a worker while it runs something; what that is. `more` gives work, of which others may take all."""
 
     def caught() -> set[str]:
         if not owned_by(here, worker):

@@ -58,7 +58,8 @@ def test_a_sound_machine_passes_every_check_and_nothing_is_left(null: tuple[str,
     scratch = set(Path(tempfile.gettempdir()).glob("prelay-doctor-*"))
     code, table = run(*null)
     assert code == 0, table
-    for name in ("python", "CPU", "GPU", "memory", "/dev/shm", "model", "port", "state directory", "server", "scripts"):
+    machine = ("python", "CPU", "GPU", "workers", "memory", "/dev/shm")
+    for name in (*machine, "model", "port", "state directory", "server", "scripts"):
         assert f"✓  {name}" in table
     assert "private, started for this look" in table
     assert "EVALSHA runs them, flags are kept" in table

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from prelay_engine.cpu import Cpu, this_cpu
+from prelay_engine.demo import default_cache
+from prelay_engine.native.build import NoKernels, compiler, place
 from prelay_text.errors import TextError
 from prelay_text.fingerprint import fingerprint
 
@@ -76,6 +78,28 @@ class Pools:
     decode: int = 0
     prefill: int = 0
     problem: CliError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """What is asked of the kernels, and the compiler for them, or why there is none."""
+
+    kernels: str
+    quantization: str
+    compiler: str = ""
+    problem: str = ""
+    is_compiled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Workers of each kind, threads of each of them, and the cores that all share."""
+
+    prefill: int
+    decode: int
+    unified: int
+    threads: int
+    cores: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +178,25 @@ class Facts:
         except CliError as error:
             return Pools(host, shm, problem=error)
         return Pools(host, shm, planned, *pool_bytes(self._settings, kv, host, planned))
+
+    @_once
+    def native(self) -> Native:
+        """Raise NothingToLookAt for the null model, which computes nothing."""
+        if self._settings.null_model:
+            raise NothingToLookAt
+        found = Native(self._settings.kernels, self._settings.quantization)
+        try:
+            command = compiler()
+            return replace(found, compiler=command, is_compiled=place(default_cache(), command).exists())
+        except NoKernels as error:
+            return replace(found, problem=str(error))
+
+    def placement(self) -> Placement:
+        """Raise NothingToLookAt where the workers' sizes cannot be told."""
+        pools = self.pools()
+        if pools.planned is None:
+            raise NothingToLookAt
+        return Placement(*self._settings.counts(), pools.planned.threads, pools.host.cores)
 
     @_once
     def state(self) -> State:

@@ -11,13 +11,15 @@ from .. import __version__
 from ..errors import BadUsage, TooSmall
 from ..host import SHM, size
 from ..settings import Settings, unknown_variables
-from .facts import Facts, Pools, Processor, Swept
+from .facts import Facts, Native, Placement, Pools, Processor, Swept
 from .finding import Finding, fail, ok, some, warn
 from .gpus import Gpus
 from .registry import Checks
 
 checks = Checks("this machine")
 
+#: Up to so many, both phases compete for all of them (docs/performance.md).
+_FEW_CORES = 4
 #: Features worth showing, as the kernel names them, the best of a kind first.
 _FEATURES = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "bf16", "sve", "asimd")
 
@@ -66,6 +68,30 @@ def gpu(found: Gpus) -> Finding:
     return ok(f"{'; '.join(found.lines)}: not used, this version runs on the CPU", found.lines)
 
 
+@checks.of("kernels", Facts.native)
+def kernels(found: Native) -> Finding:
+    if found.kernels == "torch":
+        return ok("torch computes, as --kernels says: two to four times slower than native ones")
+    if found.problem:
+        advice = "install one (Debian: apt install g++), or name it in $CXX"
+        if found.kernels == "native" or found.quantization != "none":
+            return fail(f"{found.problem}, and --kernels native or --quantization wants one", advice)
+        return warn(f"{found.problem}: torch computes, two to four times slower", advice)
+    when = "compiled" if found.is_compiled else "to be compiled at the first start, in some ten seconds,"
+    eight = "" if found.quantization == "none" else f"; weights as {found.quantization}"
+    return ok(f"native, {when} by {found.compiler}{eight}")
+
+
+@checks.of("workers", Facts.placement)
+def workers(found: Placement) -> Finding:
+    counts = {"prefill": found.prefill, "decode": found.decode, "unified": found.unified}
+    words = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    words += f"; {found.threads} thread(s) each on {found.cores} core(s), which the API and Redis share"
+    if found.prefill and found.cores <= _FEW_CORES:
+        words += ". On few cores --unified 1 gives more tokens a second, and this way evener ones"
+    return ok(words)
+
+
 @checks.of("memory", Facts.pools)
 def memory(pools: Pools) -> Finding:
     host, problem = pools.host, pools.problem
@@ -76,7 +102,6 @@ def memory(pools: Pools) -> Finding:
         return ok(f"{found}; {_untold(pools, str(SHM))}")
     planned = pools.planned
     found += f": decode pools of {planned.kv_blocks} blocks grow to {size(pools.decode)} in all"
-    found += f", {planned.threads} thread(s) a worker on {host.cores} core(s)"
     if pools.decode + pools.prefill > host.memory_free:
         return warn(found, "with the prefill pools that is more than is free: a smaller --kv-blocks")
     return ok(found)

@@ -13,7 +13,7 @@ import pytest
 from prelay.binaries import ServerBinary
 from prelay.doctor import configuration, gpus, machine, server
 from prelay.doctor.examine import JobsServer, Server
-from prelay.doctor.facts import Binary, Facts, Model, NothingToLookAt, Pools, Processor, Swept
+from prelay.doctor.facts import Binary, Facts, Model, Native, NothingToLookAt, Placement, Pools, Processor, Swept
 from prelay.doctor.finding import Finding, State
 from prelay.doctor.fleets import Fleet, Look, Looks
 from prelay.doctor.gpus import Gpus, look_for_gpus
@@ -94,6 +94,26 @@ def test_memory_and_shm_are_compared_with_what_the_pools_take() -> None:
     says(machine.memory(pools), "ok", "8.0 GiB free of 16.0 GiB: decode pools of 512 blocks grow to 3.0 GiB in all")
     says(machine.shared_memory(pools), "ok", "4.0 GiB free of 6.0 GiB: prefill pools of 256 blocks take 1.0 GiB in all")
     says(machine.memory(replace(pools, decode=8 * GIB)), "warn", "a smaller --kv-blocks")
+
+
+def test_kernels_are_native_where_there_is_a_compiler_and_torch_s_where_that_may_be() -> None:
+    found = Native("auto", "none", compiler="/usr/bin/g++")
+    says(
+        machine.kernels(found), "ok", "native, to be compiled at the first start, in some ten seconds, by /usr/bin/g++"
+    )
+    says(machine.kernels(replace(found, is_compiled=True, quantization="w8a8")), "ok", "compiled by", "w8a8")
+    says(machine.kernels(Native("torch", "none", problem="no compiler")), "ok", "torch computes, as --kernels says")
+    none = Native("auto", "none", problem="there is no C++ compiler")
+    says(machine.kernels(none), "warn", "there is no C++ compiler: torch computes", "apt install g++")
+    for wanted in (replace(none, kernels="native"), replace(none, quantization="w8a8")):
+        says(machine.kernels(wanted), "fail", "there is no C++ compiler, and", "apt install g++")
+
+
+def test_workers_and_their_threads_are_shown_with_what_few_cores_are_better_used_for() -> None:
+    pair = Placement(1, 1, 0, threads=2, cores=2)
+    says(machine.workers(pair), "ok", "1 prefill, 1 decode; 2 thread(s) each on 2 core(s)", "--unified 1 gives more")
+    for other in (replace(pair, cores=32), Placement(0, 0, 1, threads=2, cores=2)):
+        assert "--unified" not in machine.workers(other).found
 
 
 def test_with_a_broken_model_memory_and_shm_are_still_shown() -> None:

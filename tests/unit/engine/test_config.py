@@ -25,6 +25,8 @@ def test_the_defaults_are_valid() -> None:
         ("prefill_chunk", 0),
         ("max_model_len", 1),
         ("threads", 0),
+        ("kernels", "cuda"),
+        ("quantization", "int4"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name_with_the_limit_and_the_value(name: str, value: Any) -> None:

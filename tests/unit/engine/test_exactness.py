@@ -21,19 +21,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def loaded(folder: Path, dtype: str, kernels: str) -> Model:
-    return loading.load(EngineConfig(model=folder, dtype=dtype, kernels=kernels))  # type: ignore[arg-type]
+def loaded(folder: Path, dtype: str, how: str) -> Model:
+    kind = {"quantization": "w8a8"} if how == "w8a8" else {"kernels": how}
+    return loading.load(EngineConfig(model=folder, dtype=dtype, **kind))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("how", ["native", "w8a8", "torch"])
 def test_a_job_cut_anywhere_is_its_undisturbed_run(
-    folder: Path, dtype: str, greedy: bool, count: int, kernels: str
+    folder: Path, dtype: str, greedy: bool, count: int, how: str
 ) -> None:
     """Ids, log-probabilities, text and end; with stop strings, characters of two tokens, prefix hits, any chunks."""
-    met = check_jobs(loaded(folder, dtype, kernels), Tokenizer.load(folder), seed=5, count=count, greedy=greedy)
+    met = check_jobs(loaded(folder, dtype, how), Tokenizer.load(folder), seed=5, count=count, greedy=greedy)
     assert met["cuts"] > 30
     for what in ("inside a character", "inside a stop string", "tokens discarded", "hits", "stop", "length"):
         assert met[what] > 2, met

@@ -18,6 +18,7 @@ from prelay_engine.errors import ConfigError, ModelError
 from prelay_engine.kv import KvStore
 from prelay_engine.loading import load
 from prelay_engine.model import Model
+from prelay_engine.native.lib import Kernels, Packed
 
 from .conftest import LoadModel, MakeFolder, contiguous, paged
 
@@ -259,6 +260,42 @@ def test_the_bits_of_fused_layers_follow_no_number_of_threads(tiny_folder: MakeF
         store.open("a", len(IDS), len(IDS))
         found.append(model.forward(store, spans, IDS, list(range(len(IDS)))))
     assert torch.equal(*found)
+
+
+def test_eight_bits_are_exact_and_have_numerics_of_their_own(tiny_folder: MakeFolder) -> None:
+    plain, eight = (load(EngineConfig(model=tiny_folder("llama"), quantization=kind)) for kind in ("none", "w8a8"))
+    assert eight.how == "native kernels, fused layers, w8a8"
+    assert eight.exact
+    assert plain.numerics_hash() != eight.numerics_hash()
+    assert plain.layout_hash(16) == eight.layout_hash(16)
+
+
+def test_eight_bits_without_native_kernels_are_refused(
+    tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"^quantization must be none with kernels=torch, not 'w8a8'$"):
+        EngineConfig(model=tiny_folder("llama"), kernels="torch", quantization="w8a8")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ModelError, match=r"^quantization=w8a8: there is no C\+\+ compiler"):
+        load(EngineConfig(model=tiny_folder("llama"), quantization="w8a8"))
+
+
+def test_a_router_s_weights_are_not_rounded_to_eight_bits(
+    tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[bool, int]] = []
+    pack = Kernels.pack
+
+    def spy(self: Kernels, weight: torch.Tensor, whole: bool = False) -> Packed:
+        kept.append((whole, weight.shape[0]))
+        return pack(self, weight, whole)
+
+    monkeypatch.setattr(Kernels, "pack", spy)
+    model = load(EngineConfig(model=tiny_folder("mixtral"), quantization="w8a8"))
+    assert model.how == "native kernels, w8a8"
+    assert model.exact
+    experts = model.net.config.num_local_experts
+    assert {count for whole, count in kept if whole} == {experts}
 
 
 # RoPE that follows the longest position of a batch

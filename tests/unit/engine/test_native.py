@@ -45,6 +45,77 @@ def test_a_row_of_a_linear_has_the_same_bits_for_every_number_of_rows(
         assert torch.equal(kernels.linear(x[7 : 7 + count], weight, None), whole[7 : 7 + count]), count
 
 
+# Eight bits
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def eight(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(library(default_cache(), print), request.param, eight=True)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, k] as it is after a way through eight bits, 64 numbers to a scale; float64."""
+    rows, k = x.shape
+    groups = torch.nn.functional.pad(x.float(), (0, -k % 64)).view(rows, -1, 64)
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    found = torch.where(scales > 0, (groups * (1 / scales)).round().double() * scales.double(), 0.0)
+    return found.view(rows, -1)[:, :k]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (33, 64), (64, 33), (100, 257), (640, 1536)])
+def test_a_linear_of_eight_bits_is_the_product_of_what_was_rounded(
+    eight: Kernels, dtype: torch.dtype, n: int, k: int
+) -> None:
+    weight, x, added = torch.randn(n, k).to(dtype), torch.randn(21, k).to(dtype), torch.randn(n)
+    x[3], weight[0] = 0, 0
+    packed = eight.pack(weight)
+    assert packed.eight
+    found = eight.linear(x, packed, added)
+    assert found.dtype == dtype
+    expected = rounded(x) @ rounded(weight).T + added.double()
+    # A number midway between two may go either way.
+    allowed = TOLERANCE[dtype] * k**0.5 + 2 * x.abs().max() * weight.abs().max() / 127
+    torch.testing.assert_close(found.double(), expected, atol=float(allowed), rtol=TOLERANCE[dtype])
+    near = (found.double() - expected).abs().mean() / expected.abs().mean()
+    assert near < (1e-4 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [33, 576, 1536])
+def test_a_row_of_eight_bits_has_the_same_bits_for_every_number_of_rows(
+    eight: Kernels, dtype: torch.dtype, k: int
+) -> None:
+    weight, x = eight.pack(torch.randn(200, k).to(dtype)), torch.randn(300, k).to(dtype)
+    whole = eight.linear(x, weight, None)
+    for count in (*range(1, 30), 64, 97, 200):
+        assert torch.equal(eight.linear(x[7 : 7 + count], weight, None), whole[7 : 7 + count]), count
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_a_number_spoils_its_row_of_eight_bits_and_no_other(eight: Kernels, bad: float) -> None:
+    x, weight = torch.randn(5, 100), eight.pack(torch.randn(40, 100))
+    good = eight.linear(x, weight, None)
+    x[2, 70] = bad
+    found = eight.linear(x, weight, None)
+    assert found[2].isnan().all()
+    found[2] = good[2]
+    assert torch.equal(found, good)
+
+
+@pytest.mark.parametrize("size", [1e-42, 1e-33, 1e-20, 1e20, 1e37])
+def test_eight_bits_hold_numbers_of_any_size(eight: Kernels, size: float) -> None:
+    """What is below a billionth of a billionth of a billionth counts as nothing."""
+    found = eight.linear(torch.full((2, 64), size), eight.pack(torch.eye(64)), None)
+    assert torch.allclose(found, torch.full((2, 64), size if size > 1e-27 else 0.0), rtol=1e-6, atol=1e-27)
+
+
+def test_a_weight_may_be_kept_as_it_is_among_others_of_eight_bits(eight: Kernels) -> None:
+    weight, x = torch.randn(30, 70), torch.randn(4, 70)
+    found = eight.linear(x, eight.pack(weight, whole=True), None)
+    torch.testing.assert_close(found, x @ weight.T, atol=2e-4, rtol=2e-5)
+
+
 def test_what_is_not_a_number_is_not_hidden(kernels: Kernels) -> None:
     weight = kernels.pack(torch.eye(4))
     x = torch.tensor([[1.0, 2.0, 3.0, float("nan")], [1.0, 2.0, 3.0, float("inf")]])

@@ -24,6 +24,7 @@ from prelay_queue.batch_jobs import queue_name
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
 from prelay_queue.identity import incarnation
+from prelay_queue.niceness import stand_back
 from prelay_queue.server import inspect, load_scripts
 from prelay_text.errors import TextError
 from prelay_text.fingerprint import fingerprint
@@ -51,7 +52,7 @@ def run(config: BatchConfig) -> int:
     """Run batches until told to stop; return the exit code. What cannot work is one line on stderr and 1."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forks follow; and what is idle is left to others
-    os.nice(NICE)
+    stand_back(NICE)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -24,9 +24,9 @@ def pack(
 ) -> Kernel:
     """A kernel x [..., in] → [..., out] in the dtype of `weight` [out, in], whose rows depend on their row of x only.
 
-    `whole`: with kernels that keep weights in eight bits, too. Without `kernels` it is oneDNN's. With one row that may split the sum differently, so one row is run as two.
-    bfloat16 on a CPU that cannot multiply it is computed on the same values in float32 and rounded once: the same
-    accumulation.
+    `whole`: in that dtype also where kernels keep weights in eight bits. Without `kernels` it is oneDNN's. With one row
+    that may split the sum differently, so one row is run as two. bfloat16 on a CPU that cannot multiply it is computed
+    on the same values in float32 and rounded once: the same accumulation.
     """
     if kernels is not None and weight.dtype in kernels.dtypes:
         mine, wide = kernels.pack(weight, whole), None if bias is None else bias.detach().float()

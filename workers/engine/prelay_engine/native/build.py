@@ -30,8 +30,8 @@ def library(cache: Path, say: Callable[[str], None]) -> Path:
 
     `say` is told before a compiler runs, which takes some ten seconds. Processes that come at once wait for the first.
     """
-    compiler = _compiler()
-    path = cache / "native" / f"kernels-{_key(compiler)}.so"
+    command = compiler()
+    path = place(cache, command)
     if path.exists():
         return path
     try:
@@ -39,22 +39,28 @@ def library(cache: Path, say: Callable[[str], None]) -> Path:
         with (path.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                say(f"compiling kernels for this CPU with {compiler}, once")
-                _compile(compiler, path)
+                say(f"compiling kernels for this CPU with {command}, once")
+                _compile(command, path)
     except OSError as error:
         raise NoKernels(f"cannot write {path.parent}: {error.strerror}") from None
     return path
 
 
+def place(cache: Path, compiler: str) -> Path:
+    """Where the library lies once it is compiled. Raise NoKernels when the compiler does not run."""
+    return cache / "native" / f"kernels-{_key(compiler)}.so"
+
+
 def compiles() -> bool:
     """Whether there is a compiler; whether it works shows when it runs."""
     try:
-        return bool(_compiler())
+        return bool(compiler())
     except NoKernels:
         return False
 
 
-def _compiler() -> str:
+def compiler() -> str:
+    """The path of the C++ compiler. Raise NoKernels."""
     named = os.environ.get("CXX")
     for name in (named,) if named else _COMPILERS:
         if found := shutil.which(name):

@@ -28,10 +28,11 @@ inline vi dot4(vi sum, const uint8_t *w, const int8_t *a) {
     int32_t four;
     std::memcpy(&four, a, 4);
 #if LANES == 16 && defined(__AVX512VNNI__)
-    return reinterpret_cast<vi>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), _mm512_loadu_si512(w), _mm512_set1_epi32(four)));
+    const __m512i found = reinterpret_cast<__m512i>(sum);
+    return reinterpret_cast<vi>(_mm512_dpbusd_epi32(found, _mm512_loadu_si512(w), _mm512_set1_epi32(four)));
 #elif LANES == 8 && defined(__AVXVNNI__)
-    __m256i wide = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(w));
-    return reinterpret_cast<vi>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), wide, _mm256_set1_epi32(four)));
+    const __m256i found = reinterpret_cast<__m256i>(sum), wide = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(w));
+    return reinterpret_cast<vi>(_mm256_dpbusd_avx_epi32(found, wide, _mm256_set1_epi32(four)));
 #else
     const vi words = *reinterpret_cast<const vi *>(w);
     for (int i = 0; i < 4; i++) sum += ((words >> 8 * i) & 255) * int32_t(a[i]);
@@ -39,9 +40,10 @@ inline vi dot4(vi sum, const uint8_t *w, const int8_t *a) {
 #endif
 }
 
-template <int R> inline void tile_of(const Group *const *a, const uint8_t *w, int groups, float *c, const uint8_t *ahead) {
+template <int R>
+inline void tile_of(Bytes, const Group *const *a, const uint8_t *w, int steps, float *c, bool, const uint8_t *ahead) {
     std::memset(c, 0, R * PANEL * sizeof(*c));
-    for (int g = 0; g < groups; g++) {
+    for (int g = 0; g < steps * Bytes::step / GROUP; g++) {
         vi sums[R][COLS];
         for (int i = 0; i < R; i++)
             for (int j = 0; j < COLS; j++) sums[i][j] = a[i][g].offset - vi{};
@@ -49,29 +51,18 @@ template <int R> inline void tile_of(const Group *const *a, const uint8_t *w, in
             if constexpr (R >= ROWS / 2) ask(ahead, PANEL * Bytes::step);
 #pragma GCC unroll 12
             for (int i = 0; i < R; i++)
-                for (int j = 0; j < COLS; j++) sums[i][j] = dot4(sums[i][j], w + j * LANES * Bytes::step, a[i][g].q + k);
+                for (int j = 0; j < COLS; j++)
+                    sums[i][j] = dot4(sums[i][j], w + j * LANES * Bytes::step, a[i][g].q + k);
         }
         vf scales[COLS];
-        for (int j = 0; j < COLS; j++, w += LANES * sizeof(float)) scales[j] = load(reinterpret_cast<const float *>(w));
+        for (int j = 0; j < COLS; j++, w += LANES * sizeof(float))
+            scales[j] = load(reinterpret_cast<const float *>(w));
         for (int i = 0; i < R; i++)
             for (int j = 0; j < COLS; j++) {
                 float *to = c + i * PANEL + j * LANES;
                 store(to, load(to) + __builtin_convertvector(sums[i][j], vf) * (scales[j] * a[i][g].scale));
             }
     }
-}
-
-template <int R = ROWS> inline void tile_of_bytes(int rows, const Group *const *a, const uint8_t *w, int groups, float *c, const uint8_t *ahead) {
-    if constexpr (R == 1)
-        tile_of<1>(a, w, groups, c, ahead);
-    else if (rows == R)
-        tile_of<R>(a, w, groups, c, ahead);
-    else
-        tile_of_bytes<R - 1>(rows, a, w, groups, c, ahead);
-}
-
-template <> inline void tile<Bytes>(int rows, const Group *const *a, const uint8_t *w, int steps, float *c, bool, const uint8_t *ahead) {
-    tile_of_bytes(rows, a, w, steps * Bytes::step / GROUP, c, ahead);
 }
 
 inline int64_t groups_of(int64_t k) { return (k + GROUP - 1) / GROUP; }
@@ -108,7 +99,7 @@ template <class T> void quantise(const T *x, int k, Group *to) {
     }
 }
 
-// Weights [n, k] rounded to eight bits, in panels.
+// Weights [n, k] rounded to eight bits, in panels. What is not finite makes the sums it belongs to NaN.
 template <class E> void pack_bytes(const E *from, int n, int k, uint8_t *to) {
     const Packed<Bytes> shape{to, n, k};
     const int size = GROUP * PANEL + Bytes::tail;
@@ -119,7 +110,10 @@ template <class E> void pack_bytes(const E *from, int n, int k, uint8_t *to) {
             const int count = k - first < GROUP ? k - first : GROUP, column = row % PANEL;
             uint8_t *group = to + (row / PANEL) * shape.panel_size() + int64_t(first / GROUP) * size;
             float most = 0;
-            for (int i = 0; i < count; i++) most = std::max(most, std::abs(widen(weights[i])));
+            for (int i = 0; i < count; i++) {
+                const float size = std::abs(widen(weights[i]));
+                most = std::isfinite(size) ? std::max(most, size) : std::numeric_limits<float>::quiet_NaN();
+            }
             const float scale = most / 127;
             std::memcpy(group + GROUP * PANEL + column * sizeof(scale), &scale, sizeof(scale));
             for (int i = 0; i < count; i++)

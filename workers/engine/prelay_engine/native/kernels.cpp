@@ -53,7 +53,8 @@ template <class E> void linear(Pool &pool, const E *x, int64_t rows, const Packe
 
 // The linear of a dtype, whose weights are of that dtype or of eight bits.
 template <class E>
-void linear_as(Pool &pool, int64_t eight, const void *x, int64_t rows, const void *weights, int n, int k, const float *bias, void *to) {
+void linear_as(Pool &pool, int64_t eight, const void *x, int64_t rows, const void *weights, int n, int k,
+               const float *bias, void *to) {
     const E *from = static_cast<const E *>(x);
     if (eight)
         linear(pool, from, rows, Packed<Bytes>{static_cast<const uint8_t *>(weights), n, k}, bias, static_cast<E *>(to));

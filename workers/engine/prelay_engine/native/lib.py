@@ -114,7 +114,7 @@ class Kernels:
     dtypes = frozenset(_CODES)
 
     def __init__(self, path: Path, threads: int, eight: bool = False) -> None:
-        """`eight`: weights are kept, and rows multiplied, in eight bits. Raise OSError if the library cannot be loaded."""
+        """`eight`: weights are kept, and multiplied, in eight bits. Raise OSError if it cannot be loaded."""
         lib = ctypes.CDLL(str(path))
         lib.prelay_pool.restype = c_void_p
         lib.prelay_packed_bytes.restype = c_int64
@@ -150,7 +150,7 @@ class Kernels:
             self._lib.prelay_free_pool(pool)
 
     def pack(self, weight: torch.Tensor, whole: bool = False) -> Packed:
-        """Copy `weight` [out, in] into panels that live as long as this object. `whole`: in its own dtype in any case."""
+        """Copy `weight` [out, in] into panels that live as long as this object; `whole`: never in eight bits."""
         weight = weight.detach().contiguous()
         code, (n, k), eight = _CODES[weight.dtype], weight.shape, self.eight and not whole
         address = self._arena.take(self._lib.prelay_packed_bytes(code, eight, n, k))
@@ -163,8 +163,8 @@ class Kernels:
         out = torch.empty(*x.shape[:-1], weight.n, dtype=weight.dtype)
         rows = x.numel() // weight.k
         self._lib.prelay_linear(
-            self._pool, _CODES[weight.dtype], weight.eight, x.data_ptr(), rows, weight.address, weight.n, weight.k, _address(bias),
-            out.data_ptr(),
+            self._pool, _CODES[weight.dtype], weight.eight, x.data_ptr(), rows, weight.address, weight.n, weight.k,
+            _address(bias), out.data_ptr(),
         )  # fmt: skip
         return out
 

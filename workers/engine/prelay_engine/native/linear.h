@@ -12,7 +12,7 @@ template <class F> struct Packed {
     const typename F::weight *data;
     int n, k;
     int steps() const { return (k + F::fill - 1) / F::fill * F::fill / F::step; }
-    int64_t panel_size() const { return int64_t(steps()) * F::step * PANEL + int64_t(steps()) * F::step / F::fill * F::tail; }
+    int64_t panel_size() const { return int64_t(steps()) * F::step / F::fill * (F::fill * PANEL + F::tail); }
     const typename F::weight *panel(int p) const { return data + p * panel_size(); }
 };
 

@@ -55,14 +55,14 @@ template <class W> inline void ask(const W *&ahead, int bytes) {
 
 // c[i] [PANEL] (+)= a[i] [steps * step] * w, for `R` rows. With `more` what stands in c is added to. `ahead`: a panel that
 // is fetched meanwhile, or null.
-template <class F, int R>
-inline void tile_of(const typename F::input *const *a, const typename F::weight *w, int steps, float *c, bool more,
+template <int R, class F>
+inline void tile_of(F, const typename F::input *const *a, const typename F::weight *w, int steps, float *c, bool more,
                     const typename F::weight *ahead) {
     vf sums[R][COLS];
     for (int i = 0; i < R; i++)
         for (int j = 0; j < COLS; j++) sums[i][j] = more ? load(c + i * PANEL + j * LANES) : vf{};
     for (int k = 0; k < steps; k++) {
-        if constexpr (R >= ROWS / 2) ask(ahead, PANEL * F::step * sizeof(*w));  // parts of several have as many rows
+        if constexpr (R >= ROWS / 2) ask(ahead, PANEL * F::step * sizeof(*w));  // of several parts none has fewer
         typename F::vector columns[COLS];
         for (int j = 0; j < COLS; j++) columns[j] = F::load(w + (k * PANEL + j * LANES) * F::step);
 #pragma GCC unroll 12
@@ -79,9 +79,9 @@ template <class F, int R = ROWS>
 inline void tile(int rows, const typename F::input *const *a, const typename F::weight *w, int steps, float *c,
                  bool more, const typename F::weight *ahead = nullptr) {
     if constexpr (R == 1)
-        tile_of<F, 1>(a, w, steps, c, more, ahead);
+        tile_of<1>(F(), a, w, steps, c, more, ahead);
     else if (rows == R)
-        tile_of<F, R>(a, w, steps, c, more, ahead);
+        tile_of<R>(F(), a, w, steps, c, more, ahead);
     else
         tile<F, R - 1>(rows, a, w, steps, c, more, ahead);
 }
