@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 
 from tests.bed.processes import until
-from tests.bed.serving import Serving, serving
+from tests.bed.serving import AS_IT_IS, Serving, serving
 
 #: Tokens of an online prompt, of its answer, and of a line's.
 PROMPT, ANSWER, LINE_PROMPT, LINE_ANSWER = 128, 16, 48, 32
@@ -149,8 +149,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20, help="of the one client, in each phase")
     parser.add_argument("--only", choices=("fairness", "cache"))
     args = parser.parse_args()
-    options = ("--served-model-name", "m", "--prefill", "1", "--decode", "1", "--threads", "1", "--batch", "1")
-    with serving(*options, model=args.model) as found:
+    options = ("--served-model-name", "m", "--prefill", "1", "--decode", "1", "--batch", "1")
+    with serving(*options, model=args.model, environment=AS_IT_IS) as found:
         client = Client(found)
         client.ask()
         if args.only != "cache":

@@ -30,7 +30,7 @@ from typing import Any
 
 import httpx
 
-from tests.bed.serving import Serving, serving
+from tests.bed.serving import AS_IT_IS, Serving, serving
 
 DISAGGREGATED = ("--prefill", "1", "--decode", "1", "--threads", "1")
 UNIFIED = ("--unified", "1", "--threads", "2")
@@ -75,7 +75,9 @@ def prompt_of(rng: random.Random, tokens: int) -> list[int]:
 @contextlib.contextmanager
 def server(model: Path, *options: str) -> Iterator[Serving]:
     # Prompts that were computed before must be computed again.
-    with serving("--served-model-name", "m", "--prefix-cache", "off", *options, model=model) as found:
+    with serving(
+        "--served-model-name", "m", "--prefix-cache", "off", *options, model=model, environment=AS_IT_IS
+    ) as found:
         asyncio.run(warm(found))
         yield found
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 
 from tests.bed.ports import free_port
-from tests.bed.serving import serving
+from tests.bed.serving import AS_IT_IS, serving
 
 START_S, STOP_S = 300.0, 60.0
 
@@ -32,7 +32,8 @@ class Prelay:
     def running(self, model: Path) -> Iterator[str]:
         """Its URL, while it runs."""
         # Prompts are random, but the rounds repeat them.
-        with serving("--served-model-name", "m", "--prefix-cache", "off", *self.options, model=model) as found:
+        options = ("--served-model-name", "m", "--prefix-cache", "off", *self.options)
+        with serving(*options, model=model, environment=AS_IT_IS) as found:
             yield found.url
 
 
