@@ -42,7 +42,7 @@ SOCKET_CHECK_S = 2.0
 #: What the API gets beyond its own grace before it is killed, in seconds.
 API_STOP_EXTRA_S = 5.0
 #: By how much decode workers stand back for prefill workers on the same cores (docs/performance.md).
-DECODE_NICE = 5
+DECODE_NICE = 10
 #: Variables that only the API process gets.
 _KEYS = ("PRELAY_API_KEY", "PRELAY_API_KEY_FILE")
 

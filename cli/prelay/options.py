@@ -128,7 +128,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "decode_nice", "N", "How far decode workers stand back for others on the machine, 0 to 19 as of nice(1):"
             " the more, the sooner first tokens come, and the less evenly the others.",
-            "5 beside prefill workers of the same prelay serve, else 0", _WORKERS,
+            "10 beside prefill workers of the same prelay serve, else 0", _WORKERS,
         ),
         Option("api", "N", "Number of API processes on the one port.", "1", _API),
         Option("host", "ADDRESS", "Address to listen on.", "127.0.0.1", _API),

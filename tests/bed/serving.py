@@ -24,7 +24,6 @@ from .http import get
 from .pools import is_accounted, is_whole, left_in
 from .processes import until
 
-
 #: For benchmarks: what tests change so that they bear each other is as users have it.
 AS_IT_IS = {"PRELAY_DECODE_NICE": ""}
 
