@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from prelay_engine.errors import DemoError
 #: Threads of torch that wait sleep instead of spin: here, and in the processes that tests start. Several test processes
 #: share the cores, and one that spins takes away what it waits for. It is read when torch is imported, which is later.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A run that a shell put into the background ignores Ctrl-C, and so would all processes that it starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long one example takes says how busy the machine is.
 settings.register_profile("prelay", settings.default, deadline=None)
