@@ -86,7 +86,7 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "quantization", "KIND", "none, or w8a8: weights are rounded to eight bits at the start, and what they"
-            " multiply as it comes: faster, in half the memory, not quite the same answers. Needs native kernels.",
+            " multiply as it comes: faster, in less memory, not quite the same answers. Needs native kernels.",
             "none", _WORKERS,
         ),
         Option("max_model_len", "TOKENS", "Longest prompt plus answer.", "the model's context", _MODEL),

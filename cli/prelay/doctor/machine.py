@@ -88,7 +88,7 @@ def workers(found: Placement) -> Finding:
     words = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     words += f"; {found.threads} thread(s) each on {found.cores} core(s), which the API and Redis share"
     if found.prefill and found.cores <= _FEW_CORES:
-        words += ". On few cores --unified 1 gives more tokens a second, and this way evener ones"
+        words += ". On few cores --unified 1 gives more tokens a second, and --decode-nice 0 evener ones"
     return ok(words)
 
 

@@ -21,6 +21,17 @@ def plan(tmp_path: Path, **given: Any) -> Plan:
     return Plan(settings, tmp_path, "name", Sizes(10, 10, 1), None)
 
 
+@pytest.mark.parametrize(
+    ("given", "nice"),
+    [({}, "10"), ({"decode_nice": "0"}, "0"), ({"unified": "1"}, "0"), ({"prefill": "0", "decode": "1"}, "0"),
+     ({"null_model": "true"}, "0"), ({"null_model": "true", "decode_nice": "4"}, "4")],
+)  # fmt: skip
+def test_decode_workers_stand_back_where_prefill_workers_share_their_cores(
+    tmp_path: Path, given: dict[str, str], nice: str
+) -> None:
+    assert plan(tmp_path, **given).environment(threads=1)["PRELAY_DECODE_NICE"] == nice
+
+
 class Stopping:
     """Stands in for the supervisor: it only remembers."""
 

@@ -18,9 +18,18 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3}
 
 
+def made(threads: int, *, eight: bool) -> Kernels:
+    return Kernels(library(default_cache(), print), threads, eight)
+
+
 @pytest.fixture(scope="module", params=[1, 3])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return Kernels(library(default_cache(), print), request.param)
+    return made(request.param, eight=False)
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def eight(request: pytest.FixtureRequest) -> Kernels:
+    return made(request.param, eight=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -36,9 +45,12 @@ def test_a_linear_is_the_product_rounded_once(kernels: Kernels, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [33, 576, 1536])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("quantised", [False, True])
 def test_a_row_of_a_linear_has_the_same_bits_for_every_number_of_rows(
-    kernels: Kernels, dtype: torch.dtype, k: int
+    quantised: bool, threads: int, dtype: torch.dtype, k: int
 ) -> None:
+    kernels = made(threads, eight=quantised)
     weight, x = kernels.pack(torch.randn(200, k).to(dtype)), torch.randn(300, k).to(dtype)
     whole = kernels.linear(x, weight, None)
     for count in (*range(1, 30), 64, 97, 200):
@@ -46,11 +58,6 @@ def test_a_row_of_a_linear_has_the_same_bits_for_every_number_of_rows(
 
 
 # Eight bits
-
-
-@pytest.fixture(scope="module", params=[1, 3])
-def eight(request: pytest.FixtureRequest) -> Kernels:
-    return Kernels(library(default_cache(), print), request.param, eight=True)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -79,17 +86,6 @@ def test_a_linear_of_eight_bits_is_the_product_of_what_was_rounded(
     torch.testing.assert_close(found.double(), expected, atol=float(allowed), rtol=TOLERANCE[dtype])
     near = (found.double() - expected).abs().mean() / expected.abs().mean()
     assert near < (1e-4 if dtype == torch.float32 else 5e-3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [33, 576, 1536])
-def test_a_row_of_eight_bits_has_the_same_bits_for_every_number_of_rows(
-    eight: Kernels, dtype: torch.dtype, k: int
-) -> None:
-    weight, x = eight.pack(torch.randn(200, k).to(dtype)), torch.randn(300, k).to(dtype)
-    whole = eight.linear(x, weight, None)
-    for count in (*range(1, 30), 64, 97, 200):
-        assert torch.equal(eight.linear(x[7 : 7 + count], weight, None), whole[7 : 7 + count]), count
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -57,7 +57,8 @@ def _kernels(config: EngineConfig) -> Kernels | None:
     try:
         return Kernels(library(default_cache(), log.info), config.threads, eight)
     except (NoKernels, OSError) as error:
-        for asked in ("kernels=native",) * (config.kernels == "native") + ("quantization=w8a8",) * eight:
+        asked = "kernels=native" if config.kernels == "native" else "quantization=w8a8" if eight else ""
+        if asked:
             raise ModelError(f"{asked}: {error}") from None
         log.warning("no native kernels, so torch computes, which is slower: %s", error)
         return None
