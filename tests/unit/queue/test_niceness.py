@@ -15,8 +15,14 @@ import os, sys
 from pathlib import Path
 from prelay_queue.niceness import stand_back
 stand_back(int(sys.argv[1]))
-print(os.nice(0), Path("/proc/self/autogroup").read_text().split()[-1] if Path("/proc/self/autogroup").exists() else "")
+session = Path("/proc/self/autogroup")
+print(os.nice(0), *(session.read_text().split()[-1:] if session.exists() else []))
 """
+
+
+def of_my_session() -> list[int]:
+    """The niceness of this session: none on systems without such a thing, or where nobody ever began a session."""
+    return [int(word) for word in (AUTOGROUP.read_text().split()[-1:] if AUTOGROUP.exists() else [])]
 
 
 def said(nice: int, *, leads: bool) -> list[int]:
@@ -37,4 +43,4 @@ def test_a_process_and_the_session_that_it_leads_stand_back(nice: int) -> None:
 def test_a_session_of_others_stays_as_it_is() -> None:
     process, *session = said(3, leads=False)
     assert process == min(19, os.nice(0) + 3)
-    assert session == [int(word) for word in (AUTOGROUP.read_text().split()[-1:] if AUTOGROUP.exists() else [])]
+    assert session == of_my_session()
