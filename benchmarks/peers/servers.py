@@ -39,7 +39,7 @@ class Prelay:
 
 @dataclass(frozen=True)
 class Running:
-    """One that somebody else has started, such as a llama.cpp server."""
+    """One that somebody else has started."""
 
     name: str
     url: str
@@ -61,26 +61,51 @@ class Vllm:
 
     @contextlib.contextmanager
     def running(self, model: Path) -> Iterator[str]:
-        port = free_port()
         server = [str(self.folder / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
-        command = [*server, "--model", str(model), "--served-model-name", "m", "--port", str(port), *self.options]
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        scratch = tempfile.mkdtemp(prefix="vllm-")
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1", "HOME": scratch, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "HF_HUB_OFFLINE": "1", "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
         }  # fmt: skip
-        with (Path(scratch) / "log").open("w") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            _until_ready(f"http://127.0.0.1:{port}", process, Path(scratch) / "log")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            _end(process)
-            shutil.rmtree(scratch, ignore_errors=True)
+        command = [*server, "--model", str(model), "--served-model-name", "m", *self.options]
+        with _started(command, environment) as url:
+            yield url
 
 
-Server = Prelay | Running | Vllm
+@dataclass(frozen=True)
+class LlamaCpp:
+    """A llama.cpp server, with as many threads as there are cores, and what the loads need of slots and context."""
+
+    name: str
+    binary: Path
+    gguf: Path
+    options: Sequence[str] = ("--parallel", "32", "--ctx-size", str(32 * 1152), "--cache-ram", "0", "--alias", "m")
+
+    @contextlib.contextmanager
+    def running(self, model: Path) -> Iterator[str]:  # noqa: ARG002 - it reads its own format
+        threads = str(len(os.sched_getaffinity(0)))
+        with _started([str(self.binary), "--model", str(self.gguf), "--threads", threads, *self.options], {}) as url:
+            yield url
+
+
+Server = Prelay | Running | Vllm | LlamaCpp
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], environment: dict[str, str]) -> Iterator[str]:
+    """The URL of what `command` with a port of its own serves, while it runs; its home is a folder that goes again."""
+    port, scratch = free_port(), tempfile.mkdtemp(prefix="peer-")
+    environment = {"PATH": os.environ["PATH"], "HOME": scratch} | environment
+    with (Path(scratch) / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+    try:
+        _until_ready(f"http://127.0.0.1:{port}", process, Path(scratch) / "log")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        _end(process)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -89,7 +114,7 @@ def _until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         if process.poll() is not None:
             raise SystemExit(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/v1/models", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         time.sleep(0.5)
     raise SystemExit(f"the server is not ready after {START_S:.0f} s:\n{log.read_text()[-4000:]}")

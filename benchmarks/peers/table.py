@@ -3,7 +3,8 @@
     python -m benchmarks.peers.table $(prelay model path)
     python -m benchmarks.peers.install_vllm /tmp/vllm && \\
         python -m benchmarks.peers.table $(prelay model path) --vllm /tmp/vllm --rounds 5 --json table.json
-    python -m benchmarks.peers.table $(prelay model path) --url llama.cpp=http://127.0.0.1:8080
+    python -m benchmarks.peers.table $(prelay model path) --llama-cpp ./llama-server --gguf model-bf16.gguf
+    python -m benchmarks.peers.table $(prelay model path) --url other=http://127.0.0.1:8080
 
 The client runs on the same cores, prompts are random token ids, answers have the length asked for (ignore_eos), greedy.
 Every server is started anew for each round and warmed up; only one runs at a time (one given by --url should be
@@ -25,7 +26,7 @@ from typing import Any
 
 from prelay.bench import facts
 
-from .servers import Prelay, Running, Server, Vllm
+from .servers import LlamaCpp, Prelay, Running, Server, Vllm
 
 Figures = dict[str, float]
 
@@ -53,6 +54,8 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm", type=Path, metavar="FOLDER", help="environment that install_vllm made")
+    parser.add_argument("--llama-cpp", type=Path, metavar="BINARY", help="a llama-server")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for it")
     parser.add_argument("--url", action="append", default=[], metavar="NAME=URL", help="a server that runs already")
     parser.add_argument(
         "--prelay", action="append", metavar="NAME=OPTIONS",
@@ -61,7 +64,11 @@ def main() -> None:
     parser.add_argument("--load", type=int, action="append", metavar="N", help="only the N-th load, from 1")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if (args.llama_cpp is None) != (args.gguf is None):
+        parser.error("--llama-cpp and --gguf go together")
     servers = chosen(args.prelay or ["default=", "unified=--unified 1"], args.vllm, args.url)
+    if args.llama_cpp is not None:
+        servers.append(LlamaCpp("llama.cpp", args.llama_cpp, args.gguf))
     loads = [LOADS[number - 1] for number in args.load or range(1, len(LOADS) + 1)]
     found: dict[str, dict[str, list[Figures]]] = {server.name: {load.name: [] for load in loads} for server in servers}
     data: dict[str, Any] = {"facts": facts.gather(), "figures": found}

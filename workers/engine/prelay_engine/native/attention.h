@@ -2,6 +2,7 @@
 // on nothing else: keys are taken PANEL at a time from position 0 on, and what lies beyond a row counts as nothing.
 #pragma once
 #include "linear.h"
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -59,15 +60,28 @@ inline void turn16(const uint32_t *const *rows, uint32_t *out, int stride) {
 }
 #endif
 
-// Keys [PANEL] of `dim` numbers as a panel of weights, whose columns are the keys.
-template <class F> void turn_keys(const typename F::weight *const *keys, int dim, typename F::weight *panel) {
+// The keys and values of PANEL positions, one after the other.
+template <class W> struct Tile {
+    const W *keys[PANEL], *values[PANEL];
+};
+
+// Ask for the line at `p`, into the second cache: the first has no room for what comes after the tile in work.
+inline void ask(const void *p) { __builtin_prefetch(p, 0, 2); }
+
+// Keys [PANEL] of `dim` numbers as a panel of weights, whose columns are the keys. `next` are asked for meanwhile.
+template <class F>
+void turn_keys(const typename F::weight *const *keys, const typename F::weight *const *next, int dim,
+               typename F::weight *panel) {
     int d = 0;
 #if LANES == 16
     if constexpr (sizeof(typename F::weight) * F::step == 4) {
         for (; d + 16 * F::step <= dim; d += 16 * F::step)
             for (int first = 0; first < PANEL; first += 16) {
                 const uint32_t *rows[16];
-                for (int i = 0; i < 16; i++) rows[i] = reinterpret_cast<const uint32_t *>(keys[first + i] + d);
+                for (int i = 0; i < 16; i++) {
+                    rows[i] = reinterpret_cast<const uint32_t *>(keys[first + i] + d);
+                    ask(next[first + i] + d);
+                }
                 turn16(rows, reinterpret_cast<uint32_t *>(panel + d * PANEL) + first, PANEL);
             }
     }
@@ -76,9 +90,11 @@ template <class F> void turn_keys(const typename F::weight *const *keys, int dim
         for (int j = 0; j < PANEL; j++) panel[(d / F::step * PANEL + j) * F::step + d % F::step] = keys[j][d];
 }
 
-// Columns [from, from + count) of values [PANEL], as a panel of weights whose steps are the values.
+// Columns [from, from + count) of values [PANEL], as a panel of weights whose steps are the values. `next` are asked for
+// meanwhile.
 template <class F>
-void lay_values(const typename F::weight *const *values, int from, int count, typename F::weight *panel) {
+void lay_values(const typename F::weight *const *values, const typename F::weight *const *next, int from, int count,
+                typename F::weight *panel) {
 #if DOT_BF16
     if constexpr (F::step == 2) {
         if (count == PANEL) {
@@ -86,6 +102,7 @@ void lay_values(const typename F::weight *const *values, int from, int count, ty
                                                          8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
             const __m512i lows = _mm512_load_si512(low), highs = _mm512_add_epi16(lows, _mm512_set1_epi16(16));
             for (int k = 0; k < PANEL; k += 2) {
+                ask(next[k] + from), ask(next[k + 1] + from);
                 __m512i a = _mm512_loadu_si512(values[k] + from), b = _mm512_loadu_si512(values[k + 1] + from);
                 _mm512_storeu_si512(panel + k * PANEL, _mm512_permutex2var_epi16(a, lows, b));
                 _mm512_storeu_si512(panel + k * PANEL + 32, _mm512_permutex2var_epi16(a, highs, b));
@@ -130,14 +147,48 @@ inline Scratch &scratch() {
 // Queries that share a tile of keys once it is turned.
 const int TASK_QUERIES = 4 * ROWS;
 
-// Rows [from, to) of `span`, the heads that read `kv_head`: query(row, head) → give(row, head, float32 [dim]).
+// Rows [from, to) of a span, and the heads that read `kv_head`.
+struct Part {
+    const Span *span;
+    int kv_head;
+    int64_t from, to;
+    // The first position that a tile begins at, and the last that a row sees.
+    int64_t first(int64_t window) const {
+        const int64_t position = span->start + from;
+        return (window && position >= window ? position - window + 1 : 0) / PANEL * PANEL;
+    }
+    int64_t last() const { return span->start + to - 1; }
+};
+
+// The tile of `part` that begins at `base`; `nothing` stands for positions beyond its last.
+template <class W> void find_tile(const Part &part, int64_t layer, int64_t base, const W *nothing, Tile<W> &tile) {
+    const Span &span = *part.span;
+    const int64_t in_block = layer * span.layer + part.kv_head * span.head, last = part.last();
+    const int64_t *block = span.blocks + base / span.block;
+    int64_t slot = base % span.block;
+    for (int j = 0; j < PANEL; j++) {
+        if (base + j > last) {
+            tile.keys[j] = tile.values[j] = nothing;
+            continue;
+        }
+        const char *key = reinterpret_cast<const char *>(*block) + in_block + slot * span.slot;
+        tile.keys[j] = reinterpret_cast<const W *>(key);
+        tile.values[j] = reinterpret_cast<const W *>(key + span.kind);
+        if (++slot == span.block) slot = 0, block++;
+    }
+}
+
+// query(row, head) → give(row, head, float32 [dim]). `then` is what this thread will probably do next.
 template <class E, class Query, class Give>
-void attend(const Span &span, int64_t layer, const Form &form, int kv_head, int group, int dim,
-            int64_t from, int64_t to, const Query &query, const Give &give) {
+void attend(const Part &part, const Part &then, int64_t layer, const Form &form, int group, int dim,
+            const Query &query, const Give &give) {
     typedef typename FormOf<E>::type F;
     typedef typename F::input In;
     typedef typename F::weight W;
-    const int queries = int(to - from) * group, columns = panels_of(dim), steps = (dim + F::step - 1) / F::step;
+    const Span &span = *part.span;
+    const int kv_head = part.kv_head;
+    const int64_t from = part.from;
+    const int queries = int(part.to - from) * group, columns = panels_of(dim), steps = (dim + F::step - 1) / F::step;
     Scratch &memory = scratch();
     In *q = memory.take<In>(size_t(queries) * steps * F::step);
     W *turned = memory.take<W>(size_t(steps) * F::step * PANEL), *laid = memory.take<W>(size_t(columns) * PANEL * PANEL);
@@ -164,29 +215,24 @@ void attend(const Span &span, int64_t layer, const Form &form, int kv_head, int 
         }
         peaks[i] = none;
     }
-    const int64_t first_position = span.start + from, last = span.start + to - 1;
-    const int64_t first = form.window && first_position >= form.window ? first_position - form.window + 1 : 0;
+    const int64_t first_position = span.start + from, last = part.last();
     vi lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     Parts parts(queries);
     const In *rows[ROWS];
-    const int64_t in_block = layer * span.layer + kv_head * span.head;
-    for (int64_t base = first / PANEL * PANEL; base <= last; base += PANEL) {
-        const W *keys[PANEL], *values[PANEL];
-        int64_t slot = base % span.block;
-        const int64_t *block = span.blocks + base / span.block;
-        for (int j = 0; j < PANEL; j++) {
-            if (base + j > last) {
-                keys[j] = values[j] = nothing;
-                continue;
-            }
-            const char *key = reinterpret_cast<const char *>(*block) + in_block + slot * span.slot;
-            keys[j] = reinterpret_cast<const W *>(key), values[j] = reinterpret_cast<const W *>(key + span.kind);
-            if (++slot == span.block) slot = 0, block++;
-        }
-        turn_keys<F>(keys, dim, turned);
-        for (int part = 0; part < parts.count; part++) {
-            int begin = parts.first(part), count = parts.size(part);
+    Tile<W> tiles[2];
+    int turn = 0;
+    find_tile(part, layer, part.first(form.window), nothing, tiles[turn]);
+    for (int64_t base = part.first(form.window); base <= last; base += PANEL, turn ^= 1) {
+        const Tile<W> &now = tiles[turn];
+        Tile<W> &next = tiles[turn ^ 1];
+        if (base + PANEL <= last)
+            find_tile(part, layer, base + PANEL, nothing, next);
+        else
+            find_tile(then, layer, then.first(form.window), nothing, next);
+        turn_keys<F>(now.keys, next.keys, dim, turned);
+        for (int p = 0; p < parts.count; p++) {
+            int begin = parts.first(p), count = parts.size(p);
             for (int i = 0; i < count; i++) rows[i] = q + size_t(begin + i) * steps * F::step;
             tile<F>(count, rows, turned, steps, scores + size_t(begin) * PANEL, false);
         }
@@ -226,10 +272,10 @@ void attend(const Span &span, int64_t layer, const Form &form, int kv_head, int 
             prelay::store(sums + size_t(i) * LANES, sum);
         }
         for (int c = 0; c < columns; c++)
-            lay_values<F>(values, c * PANEL, dim - c * PANEL < PANEL ? dim - c * PANEL : PANEL,
+            lay_values<F>(now.values, next.values, c * PANEL, dim - c * PANEL < PANEL ? dim - c * PANEL : PANEL,
                           laid + size_t(c) * PANEL * PANEL);
-        for (int part = 0; part < parts.count; part++) {
-            int begin = parts.first(part), count = parts.size(part);
+        for (int p = 0; p < parts.count; p++) {
+            int begin = parts.first(p), count = parts.size(p);
             for (int i = 0; i < count; i++) rows[i] = shares + size_t(begin + i) * PANEL;
             for (int c = 0; c < columns; c++)
                 tile<F>(count, rows, laid + size_t(c) * PANEL * PANEL, PANEL / F::step,
@@ -254,17 +300,23 @@ void attend(const Span &span, int64_t layer, const Form &form, int kv_head, int 
     }
 }
 
-// Calls task(span, kv_head, from, to) for all rows of all spans, in parts that keep all threads busy.
-template <class Task>
-void for_each_part(Pool &pool, const Span *spans, int count, int kv_heads, int group, const Task &task) {
+// Calls work(part, then) for all rows of all spans, in parts that keep all threads busy; `then` is what the same thread
+// will probably do next.
+template <class Work>
+void for_each_part(Pool &pool, const Span *spans, int count, int kv_heads, int group, const Work &work) {
     const int size = TASK_QUERIES / group > 1 ? TASK_QUERIES / group : 1;
-    std::vector<std::pair<int, int>> parts;  // a span, a part of it
+    std::vector<Part> parts;
     for (int i = 0; i < count; i++)
-        for (int part = 0; part * size < spans[i].length; part++) parts.emplace_back(i, part);
-    pool.run(int(parts.size()) * kv_heads, [&](int index) {
-        auto [i, part] = parts[index / kv_heads];
-        const int64_t from = int64_t(part) * size, end = spans[i].length;
-        task(spans[i], index % kv_heads, from, from + size < end ? from + size : end);
+        for (int64_t from = 0; from < spans[i].length; from += size)
+            for (int head = 0; head < kv_heads; head++)
+                parts.push_back({spans + i, head, from, std::min(from + size, spans[i].length)});
+    // A thread that takes all heads of a span knows what to ask for while it works; with few spans all must share one.
+    const int all = int(parts.size()), each = count >= 4 * pool.threads() ? kv_heads : 1;
+    pool.run(all / each, [&](int task) {
+        for (int i = task * each; i < (task + 1) * each; i++) {
+            const int follows = i + 1 < (task + 1) * each ? i + 1 : std::max(0, task - pool.threads()) * each;
+            work(parts[i], parts[follows]);
+        }
     });
 }
 

@@ -144,8 +144,8 @@ template <class E, class F> class Step {
         for_each_row_of_spans([&](const Span &span, int64_t i) { place(index, span, i); });
         const Form form{net_.scale, 0, layer.window, nullptr};
         for_each_part(pool_, spans_, int(count_), int(net_.kv_heads), group,
-                      [&](const Span &span, int kv_head, int64_t from, int64_t to) {
-                          attend<E>(span, index, form, kv_head, group, dim, from, to,
+                      [&](const Part &part, const Part &then) {
+                          attend<E>(part, then, index, form, group, dim,
                                     [&](int64_t row, int head) { return qkv(row) + int64_t(head) * dim; },
                                     [&](int64_t row, int head, const auto &found) {
                                         In *to_row = seen(row) + int64_t(head) * dim;

@@ -95,8 +95,8 @@ void attend_all(Pool &pool, const Span *spans, int64_t count, int64_t layer, con
             }
     const int group = int(heads / kv_heads);
     for_each_part(pool, spans, int(count), int(kv_heads), group,
-                  [&](const Span &span, int kv_head, int64_t from, int64_t end) {
-                      attend<E>(span, layer, form, kv_head, group, int(dim), from, end,
+                  [&](const Part &part, const Part &then) {
+                      attend<E>(part, then, layer, form, group, int(dim),
                                 [&](int64_t row, int head) { return query + row * in.query_row + head * in.query_head; },
                                 [&](int64_t row, int head, const auto &found) {
                                     E *at_head = to + (row * heads + head) * dim;

@@ -28,6 +28,8 @@ template <class F> void pack(const typename F::weight *from, int n, int k, typen
 // Bytes of weights that a task should read at least, and rows that it should not pass.
 const int64_t TASK_BYTES = 48 << 10;
 const int TASK_ROWS = 8 * ROWS;
+// How far ahead weights are asked for that are multiplied once; those of several parts are asked for a panel ahead.
+const int NEAR = 8 << 10;
 
 // For each row and panel: give(row, panel, c) with c[i] [PANEL] of float32, the product with w[i].
 // x(row) is where a row of the input begins. All of `w` have the same shape.
@@ -43,20 +45,28 @@ void multiply(Pool &pool, int rows, const Rows &x, const Packed<F> (&w)[COUNT], 
         const typename F::input *a[ROWS];
         Parts parts(end - begin);
         if (last > panels) last = panels;
-        for (int panel = task % groups * group; panel < last; panel++)
+        for (int panel = task % groups * group; panel < last; panel++) {
+            // What this thread will probably read next: tasks are taken from the last to the first.
+            const int then = task - pool.threads();
+            const int follows = panel + 1 < last ? panel + 1 : then >= 0 ? then % groups * group : -1;
             for (int part = 0; part < parts.count; part++) {
                 int first = begin + parts.first(part), count = parts.size(part);
                 for (int i = 0; i < count; i++) a[i] = x(first + i);
-                // With few rows the memory is busy enough as it is.
-                const bool fetch = part > 0 && part + 1 == parts.count && panel + 1 < last;
-                for (int j = 0; j < COUNT; j++)
-                    tile<F>(count, a, w[j].panel(panel), steps, c[j], false, fetch ? w[j].panel(panel + 1) : nullptr);
+                for (int j = 0; j < COUNT; j++) {
+                    const typename F::weight *now = w[j].panel(panel), *ahead = nullptr;
+                    if (part == 0)
+                        ahead = now + NEAR / int(sizeof(*now));
+                    else if (part + 1 == parts.count && follows >= 0)
+                        ahead = w[j].panel(follows);
+                    tile<F>(count, a, now, steps, c[j], false, ahead);
+                }
                 for (int i = 0; i < count; i++) {
                     const float *found[COUNT];
                     for (int j = 0; j < COUNT; j++) found[j] = c[j] + i * PANEL;
                     give(first + i, panel, found);
                 }
             }
+        }
     });
 }
 
