@@ -207,12 +207,11 @@ void attend(const Part &part, const Part &then, int64_t layer, const Form &form,
     for (int i = 0; i < queries; i++) {
         In *to_row = q + size_t(i) * steps * F::step;
         const E *row = query(span.row + from + i / group, kv_head * group + i % group);
-        for (int d = 0; d < steps * F::step; d++) {
-            if constexpr (std::is_same<In, E>::value)
-                d < dim ? void(to_row[d] = row[d]) : void(std::memset(to_row + d, 0, sizeof(In)));
-            else
-                to_row[d] = widen(row[d]);
-        }
+        if constexpr (std::is_same<In, E>::value)
+            std::memcpy(to_row, row, dim * sizeof(E));
+        else
+            by_lanes(dim, [&](int d, int n) { write(to_row + d, read(row + d, n), n); });
+        std::memset(to_row + dim, 0, (steps * F::step - dim) * sizeof(In));
         peaks[i] = none;
     }
     const int64_t first_position = span.start + from, last = part.last();

@@ -27,7 +27,7 @@ template <class F> void pack(const typename F::weight *from, int n, int k, typen
 
 // Bytes of weights that a task should read at least, and rows that it should not pass.
 const int64_t TASK_BYTES = 48 << 10;
-const int TASK_ROWS = 8 * ROWS;
+const int TASK_ROWS = 12 * ROWS;
 // How far ahead weights are asked for that are multiplied once; those of several parts are asked for a panel ahead.
 const int NEAR = 8 << 10;
 
@@ -39,16 +39,16 @@ void multiply(Pool &pool, int rows, const Rows &x, const Packed<F> (&w)[COUNT], 
     int group = int(TASK_BYTES / (COUNT * w[0].panel_size() * sizeof(*w[0].data))) + 1;
     int groups = (panels + group - 1) / group;
     pool.run(groups * blocks, [&](int task) {
-        int block = task / groups, last = (task % groups + 1) * group;
+        int block = task % blocks, last = (task / blocks + 1) * group;
         int begin = int(int64_t(rows) * block / blocks), end = int(int64_t(rows) * (block + 1) / blocks);
         alignas(64) float c[COUNT][ROWS * PANEL];
         const typename F::input *a[ROWS];
         Parts parts(end - begin);
         if (last > panels) last = panels;
-        for (int panel = task % groups * group; panel < last; panel++) {
+        for (int panel = task / blocks * group; panel < last; panel++) {
             // What this thread will probably read next: tasks are taken from the last to the first.
             const int then = task - pool.threads();
-            const int follows = panel + 1 < last ? panel + 1 : then >= 0 ? then % groups * group : -1;
+            const int follows = panel + 1 < last ? panel + 1 : then >= 0 ? then / blocks * group : -1;
             for (int part = 0; part < parts.count; part++) {
                 int first = begin + parts.first(part), count = parts.size(part);
                 for (int i = 0; i < count; i++) a[i] = x(first + i);

@@ -48,17 +48,6 @@ inline float widen(bf16 x) {
 }
 inline float widen(float x) { return x; }
 
-inline void narrow(float x, float *out) { *out = x; }
-inline void narrow(float x, bf16 *out) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) {
-        out->bits = uint16_t(bits >> 16) | 0x40;  // a NaN stays one
-        return;
-    }
-    out->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 inline vf splat(float x) { return x - vf{}; }
 
 inline vf load(const float *p) { return *reinterpret_cast<const vf *>(p); }
@@ -67,7 +56,14 @@ inline vf load(const bf16 *p) {
     return reinterpret_cast<vf>(wide);
 }
 inline void store(float *p, vf x) { *reinterpret_cast<vf *>(p) = x; }
+// To the nearest, of two the even one, and a NaN stays one. The instruction takes what is smaller than any normal number
+// for 0, as the products do that read it.
 inline void store(bf16 *p, vf x) {
+#if DOT_BF16
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p),
+                        reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))));
+    return;
+#endif
     vu bits = reinterpret_cast<vu>(x);
     vu even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     vu nan = (bits >> 16) | 0x40;
