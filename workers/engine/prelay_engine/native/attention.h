@@ -236,20 +236,19 @@ void attend(const Part &part, const Part &then, int64_t layer, const Form &form,
             tile<F>(count, rows, turned, steps, scores + size_t(begin) * PANEL, false);
         }
         for (int i = 0; i < queries; i++) {
-            float *score = scores + size_t(i) * PANEL;
+            const float *score = scores + size_t(i) * PANEL;
             const int64_t position = first_position + i / group;
             const int64_t newest = position - base, oldest = form.window ? newest - form.window + 1 : 0;
-            vf peak = splat(none);
-            for (int j = 0; j < PANEL; j += LANES) {
-                vf x = load(score + j) * form.scale;
-                if (form.cap > 0) x = tanh(x / form.cap) * form.cap;
+            vf x[COLS], peak = splat(none);
+            for (int j = 0; j < COLS; j++) {
+                x[j] = load(score + j * LANES) * form.scale;
+                if (form.cap > 0) x[j] = tanh(x[j] / form.cap) * form.cap;
                 if (newest < PANEL - 1 || oldest > 0) {
-                    vi index = lane + j;
+                    vi index = lane + j * LANES;
                     vi seen = (index <= int(newest < PANEL ? newest : PANEL)) & (index >= int(oldest > 0 ? oldest : 0));
-                    x = seen ? x : splat(none);
+                    x[j] = seen ? x[j] : splat(none);
                 }
-                store_some(score + j, x, LANES);
-                peak = larger(peak, x);
+                peak = larger(peak, x[j]);
             }
             const float highest = largest(peak);
             if (highest > peaks[i]) {
@@ -262,11 +261,13 @@ void attend(const Part &part, const Part &then, int64_t layer, const Form &form,
                     }
                 peaks[i] = highest;
             }
+            // Where it has seen nothing yet all weighs nothing: e^-inf.
+            const float least = peaks[i] == none ? 0 : peaks[i];
             vf sum = load(sums + size_t(i) * LANES);
-            for (int j = 0; j < PANEL; j += LANES) {
-                vf share = peaks[i] == none ? vf{} : exp(load(score + j) - peaks[i]);
+            for (int j = 0; j < COLS; j++) {
+                const vf share = exp(x[j] - least);
                 sum += share;
-                prelay::store(shares + size_t(i) * PANEL + j, share);
+                prelay::store(shares + size_t(i) * PANEL + j * LANES, share);
             }
             prelay::store(sums + size_t(i) * LANES, sum);
         }
