@@ -24,7 +24,7 @@ INSTALL = PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" scripts
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev clients model serve test test-slow lint format types layers check secrets clean
+.PHONY: help install dev clients model serve wheel test test-slow lint format types layers check secrets clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ model: $(VENV)/installed ## fetch the demo model, once
 
 serve: $(VENV)/installed ## set up, fetch the demo model, serve on http://127.0.0.1:8000 (PORT=, ARGS=)
 	$(BIN)/prelay serve $(if $(PORT),--port $(PORT)) $(ARGS)
+
+wheel: $(VENV)/installed ## dist/*.whl with compiled kernels, for machines without a compiler
+	PRELAY_WHEEL_KERNELS=1 $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 test: dev model ## the test suite, without what takes minutes (ARGS= goes to pytest)
 	$(BIN)/python -m pytest -m "not slow" $(call PARALLEL,$(JOBS)) $(ARGS)

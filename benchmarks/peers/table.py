@@ -29,6 +29,8 @@ from prelay.bench import facts
 from .servers import LlamaCpp, Prelay, Running, Server, Vllm
 
 Figures = dict[str, float]
+#: Some servers close a connection at the moment when the next request comes by it.
+_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,13 @@ def measure(url: str, load: Load) -> Figures:
     command = [sys.executable, "-m", "prelay", "bench", "serve", "--url", url, "--json", "-"]  # the first model there
     command += ["--concurrency", str(load.streams), "--requests", str(load.requests), "--warmup", "2"]
     command += ["--input-len", str(load.tokens_in), "--output-len", str(load.tokens_out)]
-    (level,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["levels"]
-    if level["failed"]:
-        raise SystemExit(f"{level['failed']} requests failed: {level['failures']}")
+    for _ in range(_TRIES):
+        (level,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["levels"]
+        if not level["failed"]:
+            break
+        print(f"{level['failed']} requests failed, so once more: {level['failures']}", flush=True)
+    else:
+        raise SystemExit(f"{load.name}: requests fail again and again")
     rate = level["tokens_out_per_s"] + (level["tokens_in_per_s"] if load.whole else 0)
     return {"tokens/s": rate, "ttft": level["ttft_ms"]["p50"], "tpot": level["tpot_ms"]["p50"]}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prelay_engine.cpu import multiplies_bfloat16, this_cpu
-from prelay_engine.native.build import compiles
+from prelay_engine.native.build import expected
 
 from .errors import PortTaken
 
@@ -25,13 +25,13 @@ class Host:
     shm_free: int
     cores: int
     has_bf16: bool
-    has_compiler: bool = True  # for the engine's native kernels
+    has_kernels: bool = True  # native ones, of the engine
 
 
 def this_host() -> Host:
     total, free = _memory()
     return Host(
-        total, free, shm_free(), len(os.sched_getaffinity(0)), multiplies_bfloat16(this_cpu().flags), compiles()
+        total, free, shm_free(), len(os.sched_getaffinity(0)), multiplies_bfloat16(this_cpu().flags), expected()
     )
 
 

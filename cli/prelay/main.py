@@ -189,24 +189,6 @@ def model_path(
     print(resolve_with_progress(model))
 
 
-@model_app.command("prepare", epilog=examples("prelay model prepare", "prelay model prepare ./model.gguf"))
-def model_prepare(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Folder, .gguf file or hub id; the demo model if absent.", envvar="PRELAY_MODEL"),
-    ] = None,
-) -> None:
-    """Fill the cache for workers that cannot write it: fetch or convert the model, compile the native kernels.
-
-    Prints the model's folder. On a machine of another kind, or without a compiler, workers compute with torch.
-    """
-    from .model import compile_kernels, resolve_with_progress
-
-    folder = resolve_with_progress(model)
-    compile_kernels()
-    print(folder)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 bad usage, 130 interrupted."""
     try:

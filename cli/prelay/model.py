@@ -12,7 +12,6 @@ from pathlib import Path
 
 from prelay_engine.demo import default_cache, fetch_demo
 from prelay_engine.errors import DemoError
-from prelay_engine.native.build import NoKernels, library
 
 from .errors import ModelUnavailable
 from .geometry import check_folder
@@ -59,18 +58,6 @@ def resolve_with_progress(value: str | None) -> Path:
 
 def fetch_demo_model() -> Path:
     return resolve_with_progress(None)
-
-
-def compile_kernels() -> None:
-    """Compile the native kernels for this CPU into the cache, once; say why where that cannot be done."""
-
-    def say(text: str) -> None:
-        print(f"prelay: {text}", file=sys.stderr, flush=True)
-
-    try:
-        library(default_cache(), say)
-    except NoKernels as error:
-        say(f"no native kernels, so torch will compute, which is slower: {error}")
 
 
 def _is_hub_id(value: str) -> bool:

@@ -44,7 +44,7 @@ def _threads(settings: Settings, geometry: Geometry | None, host: Host) -> int:
 
     Measured on two cores with one prefill and one decode worker (docs/performance.md).
     """
-    native = settings.kernels == "native" or (settings.kernels == "auto" and host.has_compiler)
+    native = settings.kernels == "native" or (settings.kernels == "auto" and host.has_kernels)
     share = max(1, host.cores // max(1, sum(settings.counts())))
     return host.cores if native and geometry is not None else share
 

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from prelay_engine.cpu import Cpu, this_cpu
 from prelay_engine.demo import default_cache
+from prelay_engine.native import shipped
 from prelay_engine.native.build import NoKernels, compiler, place
 from prelay_text.errors import TextError
 from prelay_text.fingerprint import fingerprint
@@ -82,13 +83,14 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """What is asked of the kernels, and the compiler for them, or why there is none."""
+    """What is asked of the kernels, and the compiler for them, or why there is none and what came along instead."""
 
     kernels: str
     quantization: str
     compiler: str = ""
     problem: str = ""
     is_compiled: bool = False
+    shipped: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,8 @@ class Facts:
             command = compiler()
             return replace(found, compiler=command, is_compiled=place(default_cache(), command).exists())
         except NoKernels as error:
-            return replace(found, problem=str(error))
+            came = shipped.library(this_cpu())
+            return replace(found, problem=str(error), shipped=came.name if came else "")
 
     def placement(self) -> Placement:
         """Raise NothingToLookAt where the workers' sizes cannot be told."""

@@ -72,13 +72,15 @@ def gpu(found: Gpus) -> Finding:
 def kernels(found: Native) -> Finding:
     if found.kernels == "torch":
         return ok("torch computes, as --kernels says: two to four times slower than native ones")
+    eight = "" if found.quantization == "none" else f"; weights as {found.quantization}"
+    if found.shipped:
+        return ok(f"native, as they came with the package ({found.shipped}), since {found.problem}{eight}")
     if found.problem:
         advice = "install one (Debian: apt install g++), or name it in $CXX"
         if found.kernels == "native" or found.quantization != "none":
             return fail(f"{found.problem}, and --kernels native or --quantization wants one", advice)
         return warn(f"{found.problem}: torch computes, two to four times slower", advice)
     when = "compiled" if found.is_compiled else "to be compiled at the first start, in some ten seconds,"
-    eight = "" if found.quantization == "none" else f"; weights as {found.quantization}"
     return ok(f"native, {when} by {found.compiler}{eight}")
 
 

@@ -105,6 +105,8 @@ def test_kernels_are_native_where_there_is_a_compiler_and_torch_s_where_that_may
     says(machine.kernels(Native("torch", "none", problem="no compiler")), "ok", "torch computes, as --kernels says")
     none = Native("auto", "none", problem="there is no C++ compiler")
     says(machine.kernels(none), "warn", "there is no C++ compiler: torch computes", "apt install g++")
+    came = replace(none, shipped="kernels-avx2-1.so", kernels="native")
+    says(machine.kernels(came), "ok", "came with the package", "kernels-avx2-1.so", "since there is no C++ compiler")
     for wanted in (replace(none, kernels="native"), replace(none, quantization="w8a8")):
         says(machine.kernels(wanted), "fail", "there is no C++ compiler, and", "apt install g++")
 

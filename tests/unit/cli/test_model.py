@@ -46,30 +46,6 @@ def test_the_model_of_the_environment_is_looked_for_unless_another_is_named(
     assert "none: no such folder" in capsys.readouterr().err
 
 
-def test_preparing_compiles_the_kernels_once_or_says_why_not(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PRELAY_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert main(["model", "prepare", str(folder)]) == 0
-    out, err = capsys.readouterr()
-    assert out.strip() == str(folder)
-    assert "no native kernels" in err
-    assert "no-such-compiler" in err
-
-    compiler = tmp_path / "compiler"  # compiles nothing, quickly: an empty file where it is told to
-    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && : >"$2"; shift; done\necho 1.0\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    for said in ("compiling kernels for this CPU", ""):
-        assert main(["model", "prepare", str(folder)]) == 0
-        out, err = capsys.readouterr()
-        assert out.strip() == str(folder)
-        assert said in err
-        assert bool(err) == bool(said)
-    assert len(list((tmp_path / "cache" / "native").glob("*.so"))) == 1
-
-
 def test_a_folder_without_its_files_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match=r"has no config\.json"):
         resolve_model(str(tmp_path), ignore)

@@ -85,12 +85,12 @@ def test_workers_share_the_cores_and_have_one_at_least() -> None:
     assert sized(torch, host(cores=8)).threads == 4
     assert sized(torch | {"unified": "3"}, host(cores=8)).threads == 2
     assert sized(torch | {"decode": "9"}, host(cores=2)).threads == 1
-    assert sized({}, replace(host(cores=8), has_compiler=False)).threads == 4
+    assert sized({}, replace(host(cores=8), has_kernels=False)).threads == 4
 
 
 def test_workers_with_native_kernels_have_all_cores_each() -> None:
     assert sized({}, host(cores=8)).threads == 8
-    assert sized({"kernels": "native"}, replace(host(cores=2), has_compiler=False)).threads == 2
+    assert sized({"kernels": "native"}, replace(host(cores=2), has_kernels=False)).threads == 2
 
 
 def test_the_null_model_costs_nothing() -> None:
