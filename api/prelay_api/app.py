@@ -68,13 +68,16 @@ def create_app(service: Service) -> FastAPI:
 
 
 class HeadIsGet:
-    """Answers HEAD, which load balancers ask with, as GET; the server leaves the body out."""
+    """Answers HEAD, which load balancers ask with, as GET; the server leaves the body out.
+
+    But not of a stream: whoever reads one watches it, and ends it by leaving as the last.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD":
+        if scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].startswith(streams.PREFIX):
             scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)
 

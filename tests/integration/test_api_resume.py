@@ -300,6 +300,22 @@ async def test_a_client_that_did_not_say_so_has_its_job_ended_at_once(quiet_api:
     assert found.error["code"] == "cancelled"
 
 
+async def test_who_asks_whether_there_is_a_stream_does_not_watch_it(quiet_api: Api, scripted: ScriptedWorker) -> None:
+    """So it is not ended when they leave, and what they were told of counts as delivered to nobody."""
+    async with client_of(quiet_api.url) as client:
+        asking = asyncio.create_task(post_part(client, COMPLETIONS, body([1]), most=1, headers=RESUMABLE))
+        claim = await asyncio.to_thread(scripted.take)
+        scripted.emit(claim, 0, [10])
+        begun = await asking
+        scripted.emit(claim, 1, [11])
+        for _ in range(2):
+            found = await client.head(STREAMS + begun.id, timeout=2)
+            assert (found.status_code, found.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        assert (await client.head(STREAMS + "none")).status_code == 404
+        assert _states(scripted, begun.id) == State.DECODE
+        assert (await get_part(client, begun.id, begun.last_id, most=1)).choices[0].ids == [11]
+
+
 async def test_delete_ends_a_stream_for_all_who_read_it(quiet_api: Api, scripted: ScriptedWorker) -> None:
     client = Listener(quiet_api.url, COMPLETIONS, body([1], n=2))
     for claim in (scripted.take(), scripted.take()):

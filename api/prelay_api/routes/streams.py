@@ -1,4 +1,4 @@
-"""GET and DELETE /v1/streams/{id}: go on with a stream, or end it."""
+"""GET, HEAD and DELETE /v1/streams/{id}: go on with a stream, ask whether there is one, or end it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from ..sse import EventStream, lingers
 #: So long is waited for Redis to end a stream, seconds; a client that cancels does not wait for retries.
 ANSWER_S = 3.0
 
+PREFIX = "/v1/streams/"
+
 router = APIRouter(tags=["Streams"])
 
-_UNKNOWN_END = replace(
-    UNAVAILABLE,
-    message=f"the queue (Redis) did not answer in {ANSWER_S:g} s; perhaps the stream ends, perhaps not: try again",
-)
+_SILENT = f"the queue (Redis) did not answer in {ANSWER_S:g} s"
+_UNKNOWN_END = replace(UNAVAILABLE, message=f"{_SILENT}; perhaps the stream ends, perhaps not: try again")
+_NOT_SEEN = replace(UNAVAILABLE, message=f"{_SILENT}: try again")
 
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The rest of the stream, as server-sent events.", "content": {"text/event-stream": {}}},
@@ -68,7 +69,7 @@ def _cursor(request: Request) -> Cursor | None:
     return None
 
 
-@router.get("/v1/streams/{request_id}", summary="Go on with a stream", responses=_ANSWERS, response_class=Response)
+@router.get(PREFIX + "{request_id}", summary="Go on with a stream", responses=_ANSWERS, response_class=Response)
 async def go_on(request: Request, request_id: str) -> Response:
     """Continue a stream after the frame whose `id:` is sent as Last-Event-ID (or `?from=`), by default from its start.
 
@@ -86,7 +87,18 @@ async def go_on(request: Request, request_id: str) -> Response:
     return EventStream(session, service.config)
 
 
-@router.delete("/v1/streams/{request_id}", summary="End a stream", responses=_ENDED)
+@router.head(PREFIX + "{request_id}", include_in_schema=False)
+async def look(request: Request, request_id: str) -> Response:
+    """Say whether there is such a stream, without watching it."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            count = await _choices(service_of(request).queue, request_id)
+    except (QueueUnavailable, TimeoutError):
+        return failed(_NOT_SEEN)
+    return failed(unknown(request_id)) if count is None else Response(media_type=EventStream.media_type)
+
+
+@router.delete(PREFIX + "{request_id}", summary="End a stream", responses=_ENDED)
 async def end(request: Request, request_id: str) -> Response:
     """Cancel all choices of a request, whoever watches them. `cancelled` is false for one that was over already."""
     try:
@@ -102,11 +114,17 @@ async def end(request: Request, request_id: str) -> Response:
 
 async def _cancel_all(queue: AsyncQueue, request_id: str) -> list[str] | None:
     """What became of each choice; None for a request that is not known. Raise QueueError."""
+    count = await _choices(queue, request_id)
+    if count is None:
+        return None
+    # Together: whoever reads the stream cancels the others too as soon as one has ended.
+    return await queue.run_many([queue.scripts.cancel(f"{request_id}/{index}", "") for index in range(count)])
+
+
+async def _choices(queue: AsyncQueue, request_id: str) -> int | None:
+    """How many choices a request has; None for one that is not known. Raise QueueError."""
     try:
         count = await queue.redis.hget(queue.keys.job(f"{request_id}/0"), "n")
     except RedisError as error:
         raise translate(error) from None
-    if count is None:
-        return None
-    # Together: whoever reads the stream cancels the others too as soon as one has ended.
-    return await queue.run_many([queue.scripts.cancel(f"{request_id}/{index}", "") for index in range(int(count))])
+    return None if count is None else int(count)
