@@ -68,9 +68,7 @@ def main() -> None:
     args = parser.parse_args()
     if (args.llama_cpp is None) != (args.gguf is None):
         parser.error("--llama-cpp and --gguf go together")
-    servers = chosen(args.prelay or ["default=", "unified=--unified 1"], args.vllm, args.url)
-    if args.llama_cpp is not None:
-        servers.append(LlamaCpp("llama.cpp", args.llama_cpp, args.gguf))
+    servers = chosen(args.prelay or ["default=", "unified=--unified 1"], args.vllm, args.llama_cpp, args.gguf, args.url)
     loads = [LOADS[number - 1] for number in args.load or range(1, len(LOADS) + 1)]
     found: dict[str, dict[str, list[Figures]]] = {server.name: {load.name: [] for load in loads} for server in servers}
     data: dict[str, Any] = {"facts": facts.gather(), "figures": found}
@@ -85,13 +83,17 @@ def main() -> None:
     print(table(found, loads))
 
 
-def chosen(prelay: Sequence[str], vllm: Path | None, urls: Sequence[str]) -> list[Server]:
+def chosen(
+    prelay: Sequence[str], vllm: Path | None, llama_cpp: Path | None, gguf: Path | None, urls: Sequence[str]
+) -> list[Server]:
     servers: list[Server] = []
     for words in prelay:
         name, _, options = words.partition("=")
         servers.append(Prelay(f"prelay {name}", shlex.split(options)))
     if vllm is not None:
         servers.append(Vllm("vLLM", vllm))
+    if llama_cpp is not None and gguf is not None:
+        servers.append(LlamaCpp("llama.cpp", llama_cpp, gguf))
     for words in urls:
         name, _, url = words.partition("=")
         servers.append(Running(name, url))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from redis.exceptions import RedisError
@@ -19,10 +20,12 @@ from ..resume import Cursor, unknown
 from ..service import service_of
 from ..sse import EventStream, lingers
 
-#: So long is waited for Redis to end a stream, seconds; a client that cancels does not wait for retries.
+#: So long is waited for Redis to find or end a stream, seconds; a client that cancels does not wait for retries.
 ANSWER_S = 3.0
 
 PREFIX = "/v1/streams/"
+
+_T = TypeVar("_T")
 
 router = APIRouter(tags=["Streams"])
 
@@ -90,26 +93,28 @@ async def go_on(request: Request, request_id: str) -> Response:
 @router.head(PREFIX + "{request_id}", include_in_schema=False)
 async def look(request: Request, request_id: str) -> Response:
     """Say whether there is such a stream, without watching it."""
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            count = await _choices(service_of(request).queue, request_id)
-    except (QueueUnavailable, TimeoutError):
-        return failed(_NOT_SEEN)
-    return failed(unknown(request_id)) if count is None else Response(media_type=EventStream.media_type)
+    found = await _answered(_choices(service_of(request).queue, request_id), request_id, _NOT_SEEN)
+    return failed(found) if isinstance(found, Failure) else Response(media_type=EventStream.media_type)
 
 
 @router.delete(PREFIX + "{request_id}", summary="End a stream", responses=_ENDED)
 async def end(request: Request, request_id: str) -> Response:
     """Cancel all choices of a request, whoever watches them. `cancelled` is false for one that was over already."""
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            answers = await _cancel_all(service_of(request).queue, request_id)
-    except (QueueUnavailable, TimeoutError):
-        return failed(_UNKNOWN_END)
-    if answers is None:
-        return failed(unknown(request_id))
+    answers = await _answered(_cancel_all(service_of(request).queue, request_id), request_id, _UNKNOWN_END)
+    if isinstance(answers, Failure):
+        return failed(answers)
     told = [{"index": index, "cancelled": answer == "ended"} for index, answer in enumerate(answers)]
     return json_reply({"id": request_id, "object": "stream.cancelled", "choices": told})
+
+
+async def _answered(asked: Awaitable[_T | None], request_id: str, silent: Failure) -> _T | Failure:
+    """What the queue says of a request, `silent` where it says nothing in time."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            found = await asked
+    except (QueueUnavailable, TimeoutError):
+        return silent
+    return unknown(request_id) if found is None else found
 
 
 async def _cancel_all(queue: AsyncQueue, request_id: str) -> list[str] | None:

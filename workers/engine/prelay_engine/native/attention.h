@@ -65,9 +65,6 @@ template <class W> struct Tile {
     const W *keys[PANEL], *values[PANEL];
 };
 
-// Ask for the line at `p`, into the second cache: the first has no room for what comes after the tile in work.
-inline void ask(const void *p) { __builtin_prefetch(p, 0, 2); }
-
 // Keys [PANEL] of `dim` numbers as a panel of weights, whose columns are the keys. `next` are asked for meanwhile.
 template <class F>
 void turn_keys(const typename F::weight *const *keys, const typename F::weight *const *next, int dim,
@@ -314,7 +311,7 @@ void for_each_part(Pool &pool, const Span *spans, int count, int kv_heads, int g
     const int all = int(parts.size()), each = count >= 4 * pool.threads() ? kv_heads : 1;
     pool.run(all / each, [&](int task) {
         for (int i = task * each; i < (task + 1) * each; i++) {
-            const int follows = i + 1 < (task + 1) * each ? i + 1 : std::max(0, task - pool.threads()) * each;
+            const int follows = i + 1 < (task + 1) * each ? i + 1 : std::max(0, pool.after(task)) * each;
             work(parts[i], parts[follows]);
         }
     });

@@ -83,12 +83,12 @@ def ship(folder: Path) -> list[Path]:
 
     Raise NoKernels.
     """
-    made = []
+    command, made = compiler(), []
     for level in shipped.levels():
         # They run where other versions of the compiler's own libraries may be, or none.
         flags = [*_flags(level.flags), "-static-libstdc++", "-static-libgcc"]
-        path = folder / f"kernels-{level.name}-{_key(compiler(), flags, Cpu())}.so"
-        _compile(compiler(), flags, path)
+        path = folder / f"kernels-{level.name}-{_key(command, flags, Cpu())}.so"
+        _compile(command, flags, path)
         made.append(path)
     return made
 

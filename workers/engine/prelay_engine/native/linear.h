@@ -46,8 +46,7 @@ void multiply(Pool &pool, int rows, const Rows &x, const Packed<F> (&w)[COUNT], 
         Parts parts(end - begin);
         if (last > panels) last = panels;
         for (int panel = task / blocks * group; panel < last; panel++) {
-            // What this thread will probably read next: tasks are taken from the last to the first.
-            const int then = task - pool.threads();
+            const int then = pool.after(task);  // what this thread will probably read next
             const int follows = panel + 1 < last ? panel + 1 : then >= 0 ? then / blocks * group : -1;
             for (int part = 0; part < parts.count; part++) {
                 int first = begin + parts.first(part), count = parts.size(part);

@@ -45,6 +45,8 @@ class Pool {
         for (auto &helper : helpers_) helper.join();
     }
     int threads() const { return int(helpers_.size()) + 1; }
+    // What the thread that has `task` will probably take next; negative: nothing. They go from the last to the first.
+    int after(int task) const { return task - threads(); }
 
     // Do work(0) ... work(count - 1) in any order, and return when all are done.
     template <class Work> void run(int count, const Work &work) {

@@ -46,10 +46,13 @@ template <class E> struct FormOf;
 template <> struct FormOf<float> { typedef Floats type; };
 template <> struct FormOf<bf16> { typedef Halves type; };
 
+// Ask for the line at `p`, into the second cache: the first has no room for what comes after the tile in work.
+inline void ask(const void *p) { __builtin_prefetch(p, 0, 2); }
+
 // Ask for `bytes` of what is read next, where `ahead` is not null, and step past them.
 template <class W> inline void ask(const W *&ahead, int bytes) {
     if (!ahead) return;
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const char *>(ahead) + i, 0, 2);
+    for (int i = 0; i < bytes; i += 64) ask(reinterpret_cast<const char *>(ahead) + i);
     ahead += bytes / sizeof(W);
 }
 

@@ -62,14 +62,14 @@ inline void store(bf16 *p, vf x) {
 #if DOT_BF16
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p),
                         reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x))));
-    return;
-#endif
+#else
     vu bits = reinterpret_cast<vu>(x);
     vu even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     vu nan = (bits >> 16) | 0x40;
     vi is_nan = x != x;
     vu picked = (reinterpret_cast<vu>(is_nan) & nan) | (~reinterpret_cast<vu>(is_nan) & even);
     *reinterpret_cast<vh *>(p) = __builtin_convertvector(picked, vh);
+#endif
 }
 
 // The first `count` of LANES numbers; the others are 0 and are not touched.
