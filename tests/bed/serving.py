@@ -83,9 +83,12 @@ class Serving:
         return found
 
     def kill(self, role: str) -> int:
-        """SIGKILL the worker of a role that runs something, or its only one; return its pid."""
+        """SIGKILL the worker of a role that has a job, or its only one; return its pid."""
         workers = self.workers(role)
-        (worker,) = workers if len(workers) == 1 else [w for w in workers if w["running"]]
+        if len(workers) > 1:  # what they said last of themselves may be older than the job
+            owners = {job["owner"] for job in get(f"{self.url}/admin/jobs", timeout=10).json()["jobs"]}
+            workers = [worker for worker in workers if worker["id"] in owners]
+        (worker,) = workers
         os.kill(worker["pid"], signal.SIGKILL)
         return int(worker["pid"])
 

@@ -50,7 +50,13 @@ class Bed:
         return [child for runner in self.runners if runner.code is None for child in children(runner)]
 
     def until_done(self, batch: str, count: int) -> None:
-        until(lambda: self.batches.look(batch).progress.completed >= count, 60, every_s=0.02)
+        """Watched as by an API process: a runner may be told to stop with the batch just out of RQ's queue."""
+
+        def done() -> bool:
+            self.batches.watch(after_ms=200)
+            return self.batches.look(batch).progress.completed >= count
+
+        until(done, 60, every_s=0.02)
 
     def computed(self) -> int:
         """Tokens, of prompts and answers, that the workers have computed, when nothing runs."""
