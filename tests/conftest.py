@@ -20,6 +20,9 @@ from prelay_engine.errors import DemoError
 #: share the cores, and one that spins takes away what it waits for. It is read when torch is imported, which is later.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+#: Kernels for GPUs run in Triton's interpreter, on this CPU. It is read when a kernel is defined.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A run that a shell put into the background ignores Ctrl-C, and so would all processes that it starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

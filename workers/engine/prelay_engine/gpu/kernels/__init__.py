@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers. Each file is one kernel, or those that only make sense together."""
