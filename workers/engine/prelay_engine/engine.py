@@ -23,7 +23,7 @@ from .model import Model
 from .native.lib import Kernels
 from .pace import Pace
 from .prefix import Chain
-from .sampler import NO_TOKEN, Draw, sample
+from .sampler import NO_TOKEN, Draw
 from .scheduler import BATCH, Plan, Row, schedule
 from .sequence import NOTHING, NewToken, Sequence, Step
 from .stats import BlockStats
@@ -289,19 +289,21 @@ class Engine:
             if span.start + span.length == entry.sequence.tokens:
                 ending.append(entry)
                 wanted.append(len(ids) - 1)
-        logits = self._model.forward(self._kv, spans, ids, [*wanted, *rows], abandon)
+        draws = [(row, self._draw(entry.sequence)) for row, entry in zip(wanted, ending, strict=True)]
+        told = [row for row, entry in zip(wanted, ending, strict=True) if entry.sequence.sampling.logprobs >= 0]
+        found = self._model.step(self._kv, spans, ids, draws, [*rows, *told], abandon)
         self.computed_tokens += len(ids)
         for span in spans:
             self._entries[span.key].computed += span.length
-        numbers = logits.numpy()
-        for row, (entry, position) in zip(numbers[len(wanted) :], asked, strict=True):
+        for row, (entry, position) in zip(rows, asked, strict=True):
             sequence = entry.sequence
-            count = sequence.sampling.prompt_logprobs
-            found = logprobs_of(row, sequence.prompt_ids[position], count, self._model.kernels)
-            entry.prompt_logprobs.append(found)
-        tokens = sample(logits[: len(wanted)], [self._draw(entry.sequence) for entry in ending], self._model.kernels)
-        notes = map(partial(_note, self._model.kernels), ending, numbers, tokens)
-        return list(zip(ending, tokens, notes, strict=True))
+            token, count = sequence.prompt_ids[position], sequence.sampling.prompt_logprobs
+            entry.prompt_logprobs.append(logprobs_of(found.logits[row], token, count, self._model.kernels))
+        notes = [
+            _note(self._model.kernels, entry, found.logits.get(row), token)
+            for row, entry, token in zip(wanted, ending, found.tokens, strict=True)
+        ]
+        return list(zip(ending, found.tokens, notes, strict=True))
 
     def _draw(self, sequence: Sequence) -> Draw:
         ids = sequence.ids
@@ -377,11 +379,11 @@ def _reported(sequence: Sequence, span: Span) -> range:
     return range(span.start, min(span.start + span.length, len(sequence.prompt_ids) - 1))
 
 
-def _note(kernels: Kernels | None, entry: _Entry, row: Floats, token: int) -> Note:
-    """What is said of a token that was drawn from a row of logits [vocabulary]."""
+def _note(kernels: Kernels | None, entry: _Entry, row: Floats | None, token: int) -> Note:
+    """What is said of a token that was drawn from a row of logits [vocabulary], given where they are asked for."""
     sequence = entry.sequence
     count = sequence.sampling.logprobs
-    own = logprobs_of(row, token, count, kernels) if count >= 0 and token != NO_TOKEN else None
+    own = logprobs_of(row, token, count, kernels) if row is not None and count >= 0 and token != NO_TOKEN else None
     if sequence.ids:
         return Note(own) if own else NOTHING
     return Note(own, tuple(entry.prompt_logprobs), sequence.hits)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,18 @@ from .geometry import Geometry
 from .kv import KvStore
 from .masks import MaskCache
 from .native.lib import Kernels
+from .sampler import Draw, Floats, sample
 
 #: Entries of a model's configuration that say nothing about its keys and values.
 _PASSING = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step gave: a token for each draw, and logits [vocabulary] of the rows that were asked for, by row."""
+
+    tokens: list[int]
+    logits: Mapping[int, Floats]
 
 
 class Model:
@@ -88,6 +98,24 @@ class Model:
         }
         with serving(batch, abandon):
             return self._logits(inputs, wanted)
+
+    def step(
+        self,
+        store: KvStore,
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        draws: Sequence[tuple[int, Draw]],
+        reported: Sequence[int],
+        abandon: Flag | None = None,
+    ) -> Computed:
+        """As `forward`, and draw: `draws` are rows with what is to be drawn of each.
+
+        The logits of the rows in `reported` are given back.
+        """
+        rows = list(dict.fromkeys([*(row for row, _ in draws), *reported]))
+        logits = self.forward(store, spans, ids, rows, abandon)
+        tokens = sample(logits[: len(draws)], [draw for _, draw in draws], self.kernels)
+        return Computed(tokens, dict(zip(rows, logits.numpy(), strict=True)))
 
     def _logits(self, inputs: dict[str, Any], wanted: Sequence[int]) -> torch.Tensor:
         if not wanted:
