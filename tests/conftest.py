@@ -42,6 +42,11 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Triton counts what nobody collects at the end, and says so."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Folder of the demo model: $PRELAY_TEST_MODEL, or the cache, filled if need be. Without it skip; in CI fail."""

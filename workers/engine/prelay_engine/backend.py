@@ -1,7 +1,7 @@
 """How transformers' model classes reach our attention.
 
 Two implementations are registered. PROBE runs once at load, with plain attention: it sees what every layer asks for and
-refuses what `Batch.attend` would not honour. SERVE is the one that works on the KV store; it has no mask
+refuses what `attend` would not honour. SERVE is the one that works on the KV store; it has no mask
 function, so the classes build no masks. Which batch (or probe) a forward is for is kept beside the call, not in its
 arguments: many classes do not hand those through to their attention.
 """
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .attention import Batch, Form
+from .attention import Form
 from .errors import Abandoned, ModelError
 from .flag import Flag
 from .geometry import Geometry
@@ -36,12 +36,27 @@ _REFUSED = {
 }
 
 
-_BATCH: ContextVar[tuple[Batch, Flag | None]] = ContextVar("prelay_batch")
+class Attends(Protocol):
+    """One step's rows, and where their keys and values are."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        form: Form,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the new keys and values and attend: query [1, head, rows, dim] → [1, rows, head, dim]."""
+
+
+_BATCH: ContextVar[tuple[Attends, Flag | None]] = ContextVar("prelay_batch")
 _PROBE: ContextVar[Probe] = ContextVar("prelay_probe")
 
 
 @contextmanager
-def serving(batch: Batch, abandon: Flag | None = None) -> Iterator[None]:
+def serving(batch: Attends, abandon: Flag | None = None) -> Iterator[None]:
     """Attention of the forwards within, in this thread, works on `batch`, until `abandon` is set."""
     token = _BATCH.set((batch, abandon))
     try:
@@ -190,9 +205,10 @@ def run_probe(net: torch.nn.Module) -> Probe:
     probe = Probe()
     token = _PROBE.set(probe)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), next(net.parameters()).device:
             ids, positions = torch.tensor([PROBE_IDS]), torch.arange(len(PROBE_IDS)).unsqueeze(0)
-            probe.logits = net(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+            logits = net(input_ids=ids, position_ids=positions, use_cache=False).logits
+            probe.logits = logits[0].float().cpu()
     finally:
         _PROBE.reset(token)
     return probe

@@ -21,6 +21,20 @@ POSITION_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
+class GpuConfig:
+    """How an engine uses a GPU. Raises ConfigError for a value out of range."""
+
+    device: str = "cuda:0"  # as torch names it
+    memory_utilization: float = 0.9  # of the whole card's memory: what this process may take, all in all
+    exact: bool = False  # rows whose bits depend on nothing else, at a cost
+    graphs: bool = True  # decode steps are captured once, and replayed
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory_utilization <= 1:
+            raise ConfigError("memory_utilization", "above 0 and at most 1", self.memory_utilization)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What one engine runs and how much it may hold. Raises ConfigError for a value out of range."""
 
@@ -35,6 +49,7 @@ class EngineConfig:
     threads: int = 1  # that compute a step
     kernels: KernelsChoice = "auto"
     quantization: Quantization = "none"
+    gpu: GpuConfig | None = None  # None: it computes on the CPU
 
     def __post_init__(self) -> None:
         for name, kind in (("dtype", DType), ("kernels", KernelsChoice), ("quantization", Quantization)):
@@ -42,6 +57,8 @@ class EngineConfig:
                 raise ConfigError(name, f"one of {', '.join(get_args(kind))}", getattr(self, name))
         if self.quantization != "none" and self.kernels == "torch":
             raise ConfigError("quantization", "none with kernels=torch", self.quantization)
+        if self.quantization != "none" and self.gpu is not None:
+            raise ConfigError("quantization", "none on a GPU", self.quantization)
         if self.block_size < 1 or POSITION_BLOCK % self.block_size:
             raise ConfigError("block_size", f"a divisor of {POSITION_BLOCK}", self.block_size)
         for name in ("num_blocks", "max_running", "prefill_chunk", "threads"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +21,7 @@ from .errors import ConfigError, ModelError
 from .experts import replace_experts
 from .fused import Fused, fusible
 from .gemma import mend_scale
+from .geometry import Geometry
 from .linear import replace_linears
 from .memory import Thrift, keep_what_is_freed
 from .model import Model, is_gguf, rope_types
@@ -43,7 +47,7 @@ def load(config: EngineConfig) -> Model:
     5. Replace norms and activations, then all layers by fused ones or linears and experts by packed ones. 6. Self-test.
     """
     path = config.model.expanduser()
-    _check_files(path)
+    check_files(path)
     kernels = _kernels(config)
     model = _load(config, path, kernels, fuse=kernels is not None)
     return model if model is not None else cast(Model, _load(config, path, kernels, fuse=False))
@@ -69,33 +73,19 @@ def _load(config: EngineConfig, path: Path, kernels: Kernels | None, fuse: bool)
     # What the kernels leave to torch is too small to share, and threads of torch that wait take cores from ours.
     torch.set_num_threads(config.threads if kernels is None else 1)
     thrift, fused = Thrift(), None
-    try:
-        net = _load_net(path, _dtype(config))  # 1, 2
-        thrift.give_back()
-        context_len = _context_len(net, config)
-        _pin_rope(net, context_len)  # 3
-        probe = _probe(net)  # 4
-        thrift.give_back()
-        probe.check_masks(context_len)
-        geometry = probe.geometry(_text_config(net).num_hidden_layers, net.dtype)
-        net.set_attn_implementation(backend.SERVE)
+    with told(path):
+        raw = prepare(config, path, _dtype(config), thrift)  # 1 to 4
+        net, layers = raw.net, raw.layers
         with torch.inference_mode(mode=False), torch.no_grad():  # 5
             replace_rowwise(net)
-            layers = [probe.layers[index] for index in range(geometry.layers)]
             if kernels is not None and fuse and fusible(net, layers):
                 fused = Fused(net, layers, kernels, thrift.let_go)
             else:
                 replace_linears(net, thrift.let_go, kernels)
                 replace_experts(net, thrift.let_go, kernels)
-    except (ModelError, ConfigError):
-        raise
-    except Exception as error:
-        if isinstance(error, KeyError) and error.args == (backend.PROBE,):  # a class chosen by the name of an attention
-            raise ModelError(f"the model of {path} has {_OWN_ATTENTION}") from None
-        raise ModelError(f"cannot load {path}: {_first_line(error)}") from error
     thrift.give_back()
-    model = Model(net, geometry, layers, context_len, config.threads, kernels, fused)
-    if fused is not None and not agrees(model, probe.logits):
+    model = Model(net, raw.geometry, layers, raw.context_len, config.threads, kernels, fused)
+    if fused is not None and not agrees(model, raw.logits):
         log.warning("%s is not what its layers look like: they are not fused", type(net).__name__)
         return None
     result = run_selftest(model)  # 6
@@ -106,7 +96,51 @@ def _load(config: EngineConfig, path: Path, kernels: Kernels | None, fuse: bool)
     return model
 
 
-def _check_files(path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A network with its weights, checked: it reaches our attention, and its layers are of kinds that we compute."""
+
+    net: Any
+    geometry: Geometry
+    layers: list[backend.Layer]
+    context_len: int
+    logits: torch.Tensor  # of the probe, [rows, vocabulary] on the CPU
+
+
+def prepare(
+    config: EngineConfig, path: Path, dtype: torch.dtype, thrift: Thrift, device: torch.device | None = None
+) -> Prepared:
+    """Steps 1 to 4 of `load`, from the third on on `device`. To be called within `told`."""
+    net = _load_net(path, dtype)  # 1, 2
+    thrift.give_back()
+    if device is not None:
+        net.to(device)
+        thrift.give_back()
+    context_len = _context_len(net, config)
+    _pin_rope(net, context_len)  # 3
+    probe = _probe(net)  # 4
+    thrift.give_back()
+    probe.check_masks(context_len)
+    geometry = probe.geometry(_text_config(net).num_hidden_layers, net.dtype)
+    net.set_attn_implementation(backend.SERVE)
+    return Prepared(net, geometry, [probe.layers[index] for index in range(geometry.layers)], context_len, probe.logits)
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Whatever goes wrong within becomes one line about the model at `path`: ModelError, or ConfigError as it is."""
+    try:
+        yield
+    except (ModelError, ConfigError):
+        raise
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (backend.PROBE,):  # a class chosen by the name of an attention
+            raise ModelError(f"the model of {path} has {_OWN_ATTENTION}") from None
+        raise ModelError(f"cannot load {path}: {_first_line(error)}") from error
+
+
+def check_files(path: Path) -> None:
+    """Raise ModelError where there is no model, in one line."""
     if not path.exists():
         raise ModelError(f"there is no model at {path}")
     if path.is_file() and not is_gguf(path):
@@ -224,7 +258,8 @@ def _pin_rope(net: Any, context_len: int) -> None:
     ropes = [module for module in net.modules() if hasattr(module, "rope_type") and hasattr(module, "forward")]
     if not ropes:
         raise ModelError(f"RoPE of type {', '.join(sorted(following))} cannot be pinned in this model")
-    x, last = torch.zeros(1, dtype=net.dtype), torch.tensor([[context_len - 1]])
+    x, last = (torch.tensor(what, device=net.device) for what in ([0.0], [[context_len - 1]]))
+    x = x.to(net.dtype)
     for rope in ropes:
         if isinstance(rope.rope_type, dict):  # one for each type of layer
             for kind in rope.rope_type:

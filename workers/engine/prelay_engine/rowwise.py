@@ -100,7 +100,7 @@ def _norm_for(module: nn.Module) -> RMSNorm | None:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.ndim != 1 or eps is None:
         return None
-    probe = torch.randn(3, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    probe = torch.randn(3, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight)
     expected = module(probe)
     tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
     for candidate in (weight.detach().float(), 1.0 + weight.detach().float()):
