@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,13 +15,20 @@ from .native.lib import Kernels
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 
 
+class Makes(Protocol):
+    """What computes linears elsewhere than on this CPU."""
+
+    def made(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Kernel:
+        """A kernel as `pack` describes it, for weight [out, in] and bias [out]."""
+
+
 def native_bfloat16() -> bool:
     """Whether oneDNN multiplies bfloat16 matrices on this CPU at all."""
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack(
-    weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None = None, whole: bool = False
+    weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | Makes | None = None, whole: bool = False
 ) -> Kernel:
     """A kernel x [..., in] → [..., out] in the dtype of `weight` [out, in], whose rows depend on their row of x only.
 
@@ -28,6 +36,8 @@ def pack(
     that may split the sum differently, so one row is run as two. bfloat16 on a CPU that cannot multiply it is computed
     on the same values in float32 and rounded once: the same accumulation.
     """
+    if kernels is not None and not isinstance(kernels, Kernels):
+        return kernels.made(weight, bias)
     if kernels is not None and weight.dtype in kernels.dtypes:
         mine, wide = kernels.pack(weight, whole), None if bias is None else bias.detach().float()
         return lambda x: kernels.linear(x, mine, wide)
@@ -58,7 +68,7 @@ def _widened(kernel: Kernel) -> Kernel:
 class PackedLinear(nn.Module):
     """Takes the place of an nn.Linear with this `weight` [out, in] and `bias`."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | Makes | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._kernel = pack(weight, bias, kernels)
@@ -74,7 +84,7 @@ class FusedGroup:
     same tensor object, and a different one is computed anew. Nothing is kept once all have taken theirs.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], kernels: Kernels | None = None) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], kernels: Kernels | Makes | None = None) -> None:
         weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self._kernel = pack(weight, torch.cat(biases) if biases else None, kernels)
@@ -125,7 +135,7 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def replace_linears(
-    net: nn.Module, let_go: Callable[[int], None] = lambda _: None, kernels: Kernels | None = None
+    net: nn.Module, let_go: Callable[[int], None] = lambda _: None, kernels: Kernels | Makes | None = None
 ) -> int:
     """Put packed linears in the place of all nn.Linear under `net`, fused where possible; how many there were.
 

@@ -14,7 +14,9 @@ import torch
 from . import numerics
 from .attention import Batch, Span
 from .backend import Layer, serving
+from .blocks import BlockPool
 from .config import POSITION_BLOCK
+from .contiguous import ContiguousKv
 from .flag import Flag
 from .fused import Fused
 from .geometry import Geometry
@@ -66,6 +68,10 @@ class Model:
         self._masks = MaskCache()
         self.kernels, self._fused = kernels, fused
         self._keeps = "logits_to_keep" in inspect.signature(net.forward).parameters
+
+    def store(self, blocks: int, block_size: int) -> KvStore:
+        """An empty store of a pool of its own, of the kind that is decoded from."""
+        return ContiguousKv(self.geometry, BlockPool(blocks), block_size)
 
     def batch(self, store: KvStore, spans: Sequence[Span]) -> Batch:
         return Batch(store, spans, self._masks, self.kernels)

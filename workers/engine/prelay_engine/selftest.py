@@ -34,7 +34,7 @@ _ROWS = 33
 #: No multiple of a vector's length, so that every row ends in a remainder.
 _ODD_WIDTH = 1003
 #: Standard deviations of the logits that no rounding explains, by dtype.
-_WRONG = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+WRONG = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 #: … nor that of weights to eight bits.
 _EIGHT = 0.5
 #: Positions where attention is tried: within the first block, at an edge, past the kernel's split of 512 keys.
@@ -56,8 +56,8 @@ class SelfTest:
 @torch.inference_mode()
 def run_selftest(model: Model) -> SelfTest:
     generator = torch.Generator().manual_seed(1)
-    difference = _model_difference(model)
-    if difference > _WRONG[model.geometry.dtype]:
+    difference = model_difference(model)
+    if difference > WRONG[model.geometry.dtype]:
         return SelfTest(False, "the model carries more from token to token than keys and values", wrong=True)
     if uncovered := _uncovered(model.net):
         return SelfTest(False, f"rows may depend on their neighbours: {', '.join(uncovered)} run kernels of their own")
@@ -74,12 +74,12 @@ def run_selftest(model: Model) -> SelfTest:
 @torch.inference_mode()
 def agrees(model: Model, expected: torch.Tensor) -> bool:
     """Whether the logits of PROBE_IDS are those [rows, vocabulary] that transformers' own layers gave."""
-    store = ContiguousKv(model.geometry, BlockPool(1), POSITION_BLOCK)
+    store = model.store(1, POSITION_BLOCK)
     store.open("a", len(PROBE_IDS), len(PROBE_IDS))
     rows = list(range(len(PROBE_IDS)))
     found = model.forward(store, [Span("a", 0, len(PROBE_IDS))], PROBE_IDS, rows)
     eight = model.kernels is not None and model.kernels.eight
-    return _distance(found, expected) <= (_EIGHT if eight else _WRONG[model.geometry.dtype])
+    return _distance(found, expected) <= (_EIGHT if eight else WRONG[model.geometry.dtype])
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -195,7 +195,7 @@ def _attention_differs(model: Model, layer: Layer, start: int, generator: torch.
     return not (torch.equal(whole, parts) and torch.equal(whole[:, start:], single[:, start:]))
 
 
-def _model_difference(model: Model) -> float:
+def model_difference(model: Model) -> float:
     """How far the logits of a short text differ, computed in one chunk, and in a single row, three and the rest.
 
     0 if no bit does; else the median over the rows, in standard deviations: a row may go through other experts.
@@ -203,7 +203,7 @@ def _model_difference(model: Model) -> float:
     ids = [(7 * i + 3) % model.vocab_size for i in range(13)]
 
     def run(*cuts: int) -> torch.Tensor:
-        store = ContiguousKv(model.geometry, BlockPool(1), POSITION_BLOCK)
+        store = model.store(1, POSITION_BLOCK)
         store.open("a", len(ids), len(ids))
         begin, logits = 0, []
         for cut in (*cuts, len(ids)):

@@ -1,0 +1,195 @@
+"""A model on a GPU: one step's rows go through it in kernels that are enqueued, and the host waits once, at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+import triton
+
+from .. import numerics
+from ..attention import Span
+from ..backend import Layer, serving
+from ..blocks import BlockPool
+from ..config import GpuConfig
+from ..errors import ModelError, OutOfMemory
+from ..flag import Flag
+from ..geometry import Geometry
+from ..kv import KvStore, PagedKv
+from ..model import Computed, Model
+from ..sampler import Draw, sample
+from .batch import GpuBatch, Sinks
+from .draws import Params, is_plain
+from .inputs import Inputs, inputs
+from .kernels import sample as sampling
+from .kernels.decode import Scratch, scratch
+from .kernels.tiles import Shape
+
+
+class GpuModel(Model):
+    """The network on `config.device`, over paged stores on the same; `loading.load_on_gpu` makes it.
+
+    A step is done when `forward` or `step` returns: nothing of it runs on then, so its blocks may be given to others.
+    """
+
+    def __init__(
+        self, net: Any, geometry: Geometry, layers: Sequence[Layer], context_len: int, config: GpuConfig
+    ) -> None:
+        super().__init__(net, geometry, layers, context_len, threads=1)
+        if len({layer.heads for layer in layers}) != 1:
+            raise ModelError("layers with different numbers of heads are not supported on a GPU")
+        self.config = config
+        self.device: torch.device = net.device
+        self._heads = layers[0].heads
+        group = self._heads // geometry.kv_heads
+        self._tile_rows = (Shape.of(geometry.head_dim, geometry.dtype, group, config.exact).rows(group),)
+        self._scratch = scratch(0, self._heads, geometry.head_dim, self.device)
+        self._sinks = Sinks()
+
+    def store(self, blocks: int, block_size: int) -> PagedKv:
+        return self.paged(torch.zeros(self._shape(blocks, block_size), dtype=self.geometry.dtype, device=self.device))
+
+    def paged(self, tensor: torch.Tensor, prefix_cache: bool = False) -> PagedKv:
+        """A store over `tensor` [block, layer, 2, kv_head, slot, head_dim] on this device, with a pool of its own."""
+        return PagedKv(self.geometry, BlockPool(len(tensor)), tensor.shape[4], tensor, prefix_cache)
+
+    def _shape(self, blocks: int, block_size: int) -> tuple[int, ...]:
+        return blocks, *self.geometry.block_shape(block_size)
+
+    def forward(
+        self,
+        store: KvStore,
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        wanted: Sequence[int],
+        abandon: Flag | None = None,
+    ) -> torch.Tensor:
+        with self._working():
+            return self._enqueue(store, spans, ids, wanted, abandon).float().cpu()
+
+    def step(
+        self,
+        store: KvStore,
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        draws: Sequence[tuple[int, Draw]],
+        reported: Sequence[int],
+        abandon: Flag | None = None,
+    ) -> Computed:
+        rows = list(dict.fromkeys([*(row for row, _ in draws), *reported]))
+        with self._working():
+            logits = self._enqueue(store, spans, ids, rows, abandon).float()
+            tokens = self._draw(logits[: len(draws)], [draw for _, draw in draws])
+            return self._computed(logits, tokens, rows, draws, reported)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """On this device, without gradients, and done at the end, whatever happens; too little memory is OutOfMemory."""
+        with torch.inference_mode(), self._current():
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemory(str(error).splitlines()[0]) from None
+            finally:
+                self.synchronize()
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                yield
+        else:
+            yield
+
+    def synchronize(self) -> None:
+        """Wait for all that this thread has enqueued."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _enqueue(
+        self,
+        store: KvStore,
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        wanted: Sequence[int],
+        abandon: Flag | None = None,
+    ) -> torch.Tensor:
+        """The logits of the rows in `wanted`, on the device and not yet there."""
+        assert isinstance(store, PagedKv)
+        blocks = [store.pool.blocks(span.key) for span in spans]
+        split = not self.config.exact
+        given = inputs(spans, ids, blocks, store.block_size, self._tile_rows, split=split).to(self.device)
+        batch = GpuBatch(store.tensor, given, self._room(given.singles), self._sinks, exact=self.config.exact)
+        with serving(batch, abandon):
+            return self._run(given, torch.tensor(wanted, dtype=torch.int64, device=self.device))
+
+    def _run(self, given: Inputs, wanted: torch.Tensor) -> torch.Tensor:
+        """[len(wanted), vocabulary] in the dtype of the network."""
+        named = {"input_ids": given.ids[None], "position_ids": given.positions[None], "use_cache": False}
+        if not len(wanted):
+            self.net.base_model(**named)
+            return torch.empty(0, self.vocab_size, device=self.device)
+        if self._keeps:
+            logits: torch.Tensor = self.net(**named, logits_to_keep=wanted).logits[0]
+            return logits
+        whole: torch.Tensor = self.net(**named).logits[0]
+        return whole[wanted]
+
+    def _room(self, rows: int) -> Scratch:
+        """What `rows` single rows are decoded in, at least."""
+        if self._scratch.sums.shape[0] < rows:
+            self._scratch = scratch(rows, self._heads, self.geometry.head_dim, self.device)
+        return self._scratch
+
+    def _draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """A token for each row of logits [row, vocabulary], on the device; of rows that are not plain it says nothing."""
+        tokens = torch.empty(len(draws), dtype=torch.int64, device=self.device)
+        given = (torch.from_numpy(each).to(self.device) for each in Params.of(draws))
+        sampling.sample(logits, *given, tokens)
+        return tokens
+
+    def _computed(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        rows: Sequence[int],
+        draws: Sequence[tuple[int, Draw]],
+        reported: Sequence[int],
+    ) -> Computed:
+        """Fetch what is asked for: all tokens, and the logits [row, vocabulary] that somebody wants to see."""
+        shaped = [number for number, (_, draw) in enumerate(draws) if not is_plain(draw)]
+        places = {row: place for place, row in enumerate(rows)}
+        fetched = list(dict.fromkeys([*shaped, *(places[row] for row in reported)]))
+        if fetched:
+            there = logits[torch.tensor(fetched, device=self.device)].cpu()
+            found = dict(zip(fetched, there.unbind(0), strict=True))
+        chosen: list[int] = tokens.tolist()
+        for number in shaped:
+            chosen[number] = sample(found[number][None], [draws[number][1]])[0]
+        return Computed(chosen, {row: found[places[row]].numpy() for row in reported})
+
+    def numerics_hash(self) -> str:
+        """Equal where results are promised to be equal bit for bit (if `exact`)."""
+        return numerics.digest(self._facts() | {"dtype": str(self.geometry.dtype), "exact": self.exact})
+
+    def _facts(self) -> dict[str, Any]:
+        versions = {"torch": torch.__version__, "triton": triton.__version__, "transformers": transformers.__version__}
+        if self.device.type != "cuda":
+            return versions | numerics.machine_facts()
+        card = torch.cuda.get_device_properties(self.device)
+        return versions | {
+            "card": card.name,
+            "capability": (card.major, card.minor),
+            "multiprocessors": card.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "exact mode": self.config.exact,
+        }
+
+    @property
+    def how(self) -> str:
+        return f"Triton attention on {self.device}, " + ("exact products" if self.config.exact else "cuBLAS")
+
+
