@@ -22,11 +22,14 @@ from ..kv import KvStore, PagedKv
 from ..model import Computed, Model
 from ..sampler import Draw, sample
 from .batch import GpuBatch, Sinks
+from .decoder import Decoder
 from .draws import Params, is_plain
+from .graphs import Capture
 from .inputs import Inputs, inputs
 from .kernels import sample as sampling
 from .kernels.decode import Scratch, scratch
 from .kernels.tiles import Shape
+from .memory import is_out_of_memory
 
 
 class GpuModel(Model):
@@ -45,9 +48,18 @@ class GpuModel(Model):
         self.device: torch.device = net.device
         self._heads = layers[0].heads
         group = self._heads // geometry.kv_heads
-        self._tile_rows = (Shape.of(geometry.head_dim, geometry.dtype, group, config.exact).rows(group),)
+        self.tile_rows = (Shape.of(geometry.head_dim, geometry.dtype, group, config.exact).rows(group),)
         self._scratch = scratch(0, self._heads, geometry.head_dim, self.device)
-        self._sinks = Sinks()
+        self.sinks = Sinks()
+        self._decoder: Decoder | None = None
+
+    def decode_from(self, store: PagedKv, max_rows: int, capture: Capture | None) -> None:
+        """From now on steps of single rows of `store` run in static buffers, as graphs where `capture` makes them.
+
+        May raise OutOfMemory.
+        """
+        with self._working():
+            self._decoder = Decoder(self, store, max_rows, capture)
 
     def store(self, blocks: int, block_size: int) -> PagedKv:
         return self.paged(torch.zeros(self._shape(blocks, block_size), dtype=self.geometry.dtype, device=self.device))
@@ -81,6 +93,9 @@ class GpuModel(Model):
     ) -> Computed:
         rows = list(dict.fromkeys([*(row for row, _ in draws), *reported]))
         with self._working():
+            if self._decoder is not None and self._decoder.takes(store, spans, draws):
+                logits, tokens = self._decoder.compute(spans, ids, [draw for _, draw in draws])
+                return self._computed(logits, tokens, rows, draws, reported)
             logits = self._enqueue(store, spans, ids, rows, abandon).float()
             tokens = self._draw(logits[: len(draws)], [draw for _, draw in draws])
             return self._computed(logits, tokens, rows, draws, reported)
@@ -91,8 +106,10 @@ class GpuModel(Model):
         with torch.inference_mode(), self._current():
             try:
                 yield
-            except torch.OutOfMemoryError as error:
-                raise OutOfMemory(str(error).splitlines()[0]) from None
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise OutOfMemory(str(error).partition("\n")[0]) from None
             finally:
                 self.synchronize()
 
@@ -121,8 +138,8 @@ class GpuModel(Model):
         assert isinstance(store, PagedKv)
         blocks = [store.pool.blocks(span.key) for span in spans]
         split = not self.config.exact
-        given = inputs(spans, ids, blocks, store.block_size, self._tile_rows, split=split).to(self.device)
-        batch = GpuBatch(store.tensor, given, self._room(given.singles), self._sinks, exact=self.config.exact)
+        given = inputs(spans, ids, blocks, store.block_size, self.tile_rows, split=split).to(self.device)
+        batch = GpuBatch(store.tensor, given, self.room(given.singles), self.sinks, exact=self.config.exact)
         with serving(batch, abandon):
             return self._run(given, torch.tensor(wanted, dtype=torch.int64, device=self.device))
 
@@ -138,7 +155,7 @@ class GpuModel(Model):
         whole: torch.Tensor = self.net(**named).logits[0]
         return whole[wanted]
 
-    def _room(self, rows: int) -> Scratch:
+    def room(self, rows: int) -> Scratch:
         """What `rows` single rows are decoded in, at least."""
         if self._scratch.sums.shape[0] < rows:
             self._scratch = scratch(rows, self._heads, self.geometry.head_dim, self.device)
@@ -190,6 +207,7 @@ class GpuModel(Model):
 
     @property
     def how(self) -> str:
-        return f"Triton attention on {self.device}, " + ("exact products" if self.config.exact else "cuBLAS")
+        parts = (f"Triton attention on {self.device}", "exact products" if self.config.exact else "cuBLAS")
+        return ", ".join((*parts, "CUDA graphs" if self.config.graphs and self._decoder is not None else "no graphs"))
 
 

@@ -11,6 +11,8 @@ from .model import GpuModel
 
 #: Sequences beside the one that is looked at, and their length: more rows than a tile has, and than cuBLAS cuts alike.
 _OTHERS, _LENGTH = 5, 40
+#: Positions at its end that are computed as single rows.
+_SINGLE = 5
 
 
 @torch.inference_mode()
@@ -39,7 +41,7 @@ def _among_others(model: GpuModel) -> float:
     store = model.store(blocks, POSITION_BLOCK)
     for text in range(_OTHERS + 1):
         store.open(str(text), _LENGTH, _LENGTH)
-    first = _LENGTH // 2
+    first = _LENGTH - _SINGLE
     spans = [Span(str(text), 0, first) for text in range(_OTHERS + 1)]
     parts = [model.forward(store, spans, [i for each in ids for i in each[:first]], list(range(first)))]
     for position in range(first, _LENGTH):
