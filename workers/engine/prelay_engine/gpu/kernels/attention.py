@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
+from triton.language import tensor
 
-from .paged import LOG2_E, absorb, need, need_attention, padded, powers
+from .paged import LOG2_E, absorb, need, need_attention, padded, powers, strides
 from .tiles import Shape, Tiles
 
 
@@ -49,21 +48,21 @@ def attend(
     scale, cap = powers(scale, softcap)
     _attend[len(tiles), kv_heads](
         pool, query, out, tiles.table, tables, sinks, layer, tables.stride(0), window or 0, scale, cap,
-        *pool.stride()[:5], *query.stride()[:2], *out.stride()[:2], GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=block_size,
+        *pool.stride()[:5], *strides(query), *strides(out), GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=block_size,
         WINDOWED=window is not None, CAPPED=softcap is not None, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n,
-        BLOCK_D=padded(dim), num_warps=shape.warps, num_stages=shape.stages,
+        BLOCK_D=padded(dim), num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["layer", "table_stride", "window"],
-    do_not_specialize_on_alignment=["tiles", "tables"],
+    do_not_specialize_on_alignment=["tiles", "tables", "sinks"],
 )
 def _attend(
-    pool: Any, query: Any, out: Any, tiles: Any, tables: Any, sinks: Any,
-    layer: Any, table_stride: Any, window: Any, scale: Any, cap: Any,
-    stride_block: Any, stride_layer: Any, stride_kind: Any, stride_head: Any, stride_slot: Any,
-    query_row: Any, query_head: Any, out_row: Any, out_head: Any,
+    pool: tensor, query: tensor, out: tensor, tiles: tensor, tables: tensor, sinks: tensor,
+    layer: tensor, table_stride: tensor, window: tensor, scale: tensor, cap: tensor,
+    stride_block: tensor, stride_layer: tensor, stride_kind: tensor, stride_head: tensor, stride_slot: tensor,
+    query_row: tensor, query_head: tensor, out_row: tensor, out_head: tensor,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip

@@ -6,16 +6,20 @@ every step, so that CUDA graphs can hold it, and a row's bits depend on no other
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.language import tensor
 
-from .paged import LOG2_E, absorb, need, need_attention, padded, powers
+from .paged import LOG2_E, absorb, need, need_attention, padded, powers, strides
 
 #: Programs that share the keys of a row and key head.
 PARTS = 16
+
+#: Keys are asked for two splits ahead, and what table entry they are at two splits before that.
+_STAGES = 5
 
 
 class Scratch(NamedTuple):
@@ -71,15 +75,16 @@ def decode(
         return
     scale, cap = powers(scale, softcap)
     fixed = {"HEADS": heads, "HEAD_DIM": dim, "WINDOWED": window is not None, "PARTS": PARTS, "BLOCK_D": padded(dim)}
-    split = split_keys(dim, pool.dtype)
+    split, block_m = split_keys(dim, pool.dtype), max(16, triton.next_power_of_2(group))
     _decode[rows, kv_heads, PARTS](
         pool, query, tables, lengths, *scratch, layer, tables.stride(0), window or 0, scale, cap, *pool.stride()[:5],
-        *query.stride()[:2], GROUP=group, BLOCK_SIZE=block_size, CAPPED=softcap is not None, SPLIT=split,
-        BLOCK_M=max(16, triton.next_power_of_2(group)), num_warps=4, num_stages=2, **fixed,
+        *strides(query), GROUP=group, BLOCK_SIZE=block_size, CAPPED=softcap is not None, SPLIT=split, BLOCK_M=block_m,
+        num_warps=8 if block_m > 32 else 4, num_stages=_STAGES, enable_fp_fusion=True, **fixed,
     )  # fmt: skip
     _combine[rows, heads](
-        lengths, *scratch, sinks, out, window or 0, *out.stride()[:2], SPLIT=split, num_warps=4, **fixed
-    )
+        lengths, *scratch, sinks, out, window or 0, *strides(out), SPLIT=split,
+        num_warps=4, enable_fp_fusion=True, **fixed,
+    )  # fmt: skip
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -87,10 +92,10 @@ def decode(
     do_not_specialize_on_alignment=["tables", "lengths"],
 )
 def _decode(
-    pool: Any, query: Any, tables: Any, lengths: Any, sums: Any, stats: Any,
-    layer: Any, table_stride: Any, window: Any, scale: Any, cap: Any,
-    stride_block: Any, stride_layer: Any, stride_kind: Any, stride_head: Any, stride_slot: Any,
-    query_row: Any, query_head: Any,
+    pool: tensor, query: tensor, tables: tensor, lengths: tensor, sums: tensor, stats: tensor,
+    layer: tensor, table_stride: tensor, window: tensor, scale: tensor, cap: tensor,
+    stride_block: tensor, stride_layer: tensor, stride_kind: tensor, stride_head: tensor, stride_slot: tensor,
+    query_row: tensor, query_head: tensor,
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -130,7 +135,8 @@ def _decode(
     do_not_specialize_on_alignment=["lengths", "sinks"],
 )
 def _combine(
-    lengths: Any, sums: Any, stats: Any, sinks: Any, out: Any, window: Any, out_row: Any, out_head: Any,
+    lengths: tensor, sums: tensor, stats: tensor, sinks: tensor, out: tensor,
+    window: tensor, out_row: tensor, out_head: tensor,
     SPLIT: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from math import e, log2
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
+from triton.language import tensor
 
 LOG2_E = tl.constexpr(log2(e))
 
@@ -30,6 +29,15 @@ def need(fits: bool, what: str) -> None:
         raise ValueError(f"a kernel was called with what does not fit: {what}")
 
 
+def strides(rows: torch.Tensor) -> tuple[int, int]:
+    """From one row, and from one head, of [row, head, dim] to the next.
+
+    torch lets the stride of a single row be anything; to compile a kernel anew for each would be a waste.
+    """
+    count, heads, dim = rows.shape
+    return heads * dim if count == 1 else rows.stride(0), dim if heads == 1 else rows.stride(1)
+
+
 def need_attention(
     pool: torch.Tensor, query: torch.Tensor, out: torch.Tensor, tables: torch.Tensor, sinks: torch.Tensor | None
 ) -> None:
@@ -46,10 +54,10 @@ def need_attention(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def absorb(
-    query: Any, peak: Any, total: Any, acc: Any, place: Any, table: Any, keys: Any, stored: Any, seen: Any,
-    scale: Any, cap: Any, stride_block: Any, stride_kind: Any, stride_slot: Any,
+    query: tensor, peak: tensor, total: tensor, acc: tensor, place: tensor, table: tensor,
+    keys: tensor, stored: tensor, seen: tensor, scale: tensor, cap: tensor, stride_block: tensor, stride_kind: tensor, stride_slot: tensor,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPPED: tl.constexpr, BLOCK_D: tl.constexpr,
-) -> Any:  # fmt: skip
+) -> tensor:  # fmt: skip
     """Take the `keys` [N] (positions) into peak [M], total [M] and acc [M, D]; give these three back.
 
     query [M, D]; `place`: where this layer's and head's part of block 0 begins; `table`: the sequence's blocks; stored

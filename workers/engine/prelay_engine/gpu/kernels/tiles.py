@@ -27,13 +27,12 @@ class Shape:
 
         `exact` is the one that single rows and prompts alike are computed with; the other is for prompts.
         """
+        wide, least = head_dim > 128, _power_of_two(group)
         if dtype.itemsize > 2:
-            # No tensor core multiplies these without rounding them: the products are made of single FMAs.
-            wide, block_m, block_n, warps, stages = head_dim > 128, 16, 16, 4, 1
-            return Shape(max(block_m, _power_of_two(group)), block_n, 8 if wide else warps, stages)
-        wide = head_dim > 128
-        block_m = 64 if exact or wide else 128
-        return Shape(max(block_m, _power_of_two(group)), 32 if wide else 64, 8 if block_m > 64 or wide else 4, 2)
+            # No tensor core multiplies these without rounding them first: single FMAs, operands in registers.
+            return Shape(max(32, least), 32 if head_dim <= 64 else 16, 8 if wide else 4, 2)
+        block_m = max(64 if exact or wide else 128, least)
+        return Shape(block_m, 32 if wide else 64, 8 if block_m > 64 or wide else 4, 3)
 
     def rows(self, group: int) -> int:
         """Rows of a tile."""

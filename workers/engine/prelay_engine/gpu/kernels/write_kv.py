@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
+from triton.language import tensor
 
-from .paged import need
+from .paged import need, strides
 
 #: Numbers of keys that one program holds in registers, and as many of values.
 _HELD = 4096
@@ -30,16 +29,17 @@ def write_kv(pool: torch.Tensor, layer: int, keys: torch.Tensor, values: torch.T
     block_d = triton.next_power_of_2(dim)
     heads = min(triton.next_power_of_2(kv_heads), max(1, _HELD // block_d))
     _write_kv[rows, triton.cdiv(kv_heads, heads)](
-        pool, keys, values, slots, layer, *pool.stride()[:5], *keys.stride()[:2], *values.stride()[:2],
-        KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_SIZE=pool.shape[4], HEADS=heads, BLOCK_D=block_d, num_warps=4,
+        pool, keys, values, slots, layer, *pool.stride()[:5], *strides(keys), *strides(values),
+        KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_SIZE=pool.shape[4], HEADS=heads, BLOCK_D=block_d,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slots"])  # type: ignore[untyped-decorator]
 def _write_kv(
-    pool: Any, keys: Any, values: Any, slots: Any, layer: Any,
-    stride_block: Any, stride_layer: Any, stride_kind: Any, stride_head: Any, stride_slot: Any,
-    key_row: Any, key_head: Any, value_row: Any, value_head: Any,
+    pool: tensor, keys: tensor, values: tensor, slots: tensor, layer: tensor,
+    stride_block: tensor, stride_layer: tensor, stride_kind: tensor, stride_head: tensor, stride_slot: tensor,
+    key_row: tensor, key_head: tensor, value_row: tensor, value_head: tensor,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
