@@ -25,17 +25,16 @@ _FIELDS: dict[str, tuple[type[np.generic], float]] = {
     "lengths": (np.int32, 0),
     "top_k": (np.int32, 0),
     "temperature": (np.float32, 0),
-    "top_p": (np.float32, 1),
+    "top_p": (np.float64, 1),
     "min_p": (np.float32, 0),
-    "point": (np.float32, 0),
+    "point": (np.float64, 0),
 }
 _TORCH: dict[type[np.generic], torch.dtype] = {
     np.int64: torch.int64,
     np.int32: torch.int32,
     np.float32: torch.float32,
+    np.float64: torch.float64,
 }
-#: The greatest point of a draw: rounded to float32, one just below 1 would be 1.
-_LAST_POINT = np.nextafter(np.float32(1), np.float32(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +70,9 @@ class DecodeRows:
     lengths: torch.Tensor  # int32 [rows]: keys, its own included; 0: padding
     temperature: torch.Tensor  # float32 [rows]; 0: greedy
     top_k: torch.Tensor  # int32 [rows]; 0: all
-    top_p: torch.Tensor  # float32 [rows]
+    top_p: torch.Tensor  # float64 [rows]
     min_p: torch.Tensor  # float32 [rows]
-    point: torch.Tensor  # float32 [rows]
+    point: torch.Tensor  # float64 [rows]
     tokens: torch.Tensor  # int64 [rows]; written by the step
     logits: torch.Tensor | None  # float32 [rows, vocab]; written by the step, and never cleared
 
@@ -164,8 +163,6 @@ class DecodeBuffers:
     def _bounded(self, name: str, values: Sequence[float] | Array) -> Sequence[float] | Array:
         if name == "top_k":
             return np.clip(np.asarray(values, np.int64), 0, self._top_k_most)
-        if name == "point":
-            return np.minimum(np.asarray(values, np.float32), _LAST_POINT)
         return values
 
     def __repr__(self) -> str:

@@ -1,0 +1,165 @@
+"""The real model on a GPU behind `EngineLike` and `Transport`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from prelay_engine.blocks import BlockPool
+from prelay_engine.config import EngineConfig
+from prelay_engine.engine import Engine
+from prelay_engine.gpu.capture import TorchCapture
+from prelay_engine.gpu.loading import load_on_gpu
+from prelay_engine.gpu.model import GpuModel
+from prelay_engine.gpu.sizing import kv_blocks
+from prelay_engine.kv import PagedKv
+from prelay_kv.cuda.copies import Copier
+from prelay_kv.cuda.mapping import CudaMapping
+from prelay_kv.cuda.mirror import Mirror, PinnedMapping
+from prelay_kv.cuda.paths import CUDA_IPC
+from prelay_kv.cuda.pool import CudaPool
+from prelay_kv.cuda.probe import choose_path
+from prelay_kv.cuda.runtime import Cudart
+from prelay_kv.errors import BadKvRef, KvError, LayoutMismatch
+from prelay_kv.importer import Importer
+from prelay_kv.ref import KvRef
+from prelay_kv.segment import SHM_DIR, domain
+from prelay_kv.shm import ShmPool
+from prelay_queue import failpoints
+
+from .backend import Transport
+from .config import Role, WorkerConfig
+from .errors import HandoverBroken, HandoverStale
+from .transport import NoTransport, PoolExport, kv_layout, swept
+
+log = logging.getLogger("prelay.real")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The GPU of this worker: CUDA's runtime, the device's number in it, and what torch calls it."""
+
+    runtime: Cudart
+    index: int
+    torch_device: str
+
+
+class MirrorExport(PoolExport):
+    """The prefill side where GPUs cannot map each other's memory: finished blocks are copied to pinned host memory."""
+
+    def __init__(self, pool: ShmPool, kv: PagedKv, mirror: Mirror) -> None:
+        super().__init__(pool, kv)
+        self._mirror = mirror
+
+    def export(self, key: str, tokens: int) -> bytes:
+        blocks, generations = self._kv.export(key)
+        self._mirror.copy(blocks, generations)
+        return self._pool.ref(blocks, generations, tokens).encode()
+
+    def close(self) -> None:
+        self._mirror.close()
+        super().close()
+
+
+class GpuImport(Transport):
+    """The decode side: copies a peer's blocks, from its GPU or from pinned host memory, into blocks of its own."""
+
+    def __init__(self, importer: Importer, kv: PagedKv, copier: Copier, domain_: str) -> None:
+        self.domain = domain_
+        self._importer, self._kv, self._copier = importer, kv, copier
+        self._block_nbytes = kv.geometry.block_bytes(kv.block_size)
+
+    def fetch(self, kv: bytes, key: str, tokens: int) -> None:
+        try:
+            ref = KvRef.decode(kv)
+            if ref.tokens != tokens:
+                raise HandoverBroken(f"the export holds {ref.tokens} positions, the job has {tokens}")
+            self._importer.fetch(ref, partial(self._copy, key))
+        except (BadKvRef, LayoutMismatch) as error:
+            raise HandoverBroken(str(error)) from None
+        except KvError as error:
+            raise HandoverStale(str(error)) from None
+
+    def _copy(self, key: str, pool: torch.Tensor, blocks: tuple[int, ...]) -> None:
+        """Whole blocks: what lies in the last one beyond the last position is never read."""
+        failpoints.hit("copy.before")
+        mine = self._kv.pool.blocks(key)
+        assert len(mine) >= len(blocks)
+        half = 1 if failpoints.armed("copy.middle") else len(blocks)
+        for part in (slice(0, half), slice(half, len(blocks))):
+            if part.start:
+                failpoints.hit("copy.middle")
+            there, here = blocks[part], mine[part.start : part.start + len(blocks[part])]
+            self._copier.copy(pool.data_ptr(), there, self._kv.tensor.data_ptr(), here, self._block_nbytes)
+        failpoints.hit("copy.after")
+
+    def forget(self, owner: str) -> None:
+        self._importer.forget(owner)
+
+    def peers(self) -> frozenset[str]:
+        return self._importer.owners()
+
+    def close(self) -> None:
+        self._importer.close()
+        self._copier.close()
+
+
+def gpu_engine(config: WorkerConfig, engine_config: EngineConfig, worker: str) -> tuple[Engine, Transport, GpuModel]:
+    """Load the model onto its card, take the card's memory for KV, and open the transport of the role."""
+    assert engine_config.gpu is not None
+    model = load_on_gpu(engine_config)
+    decodes = config.role is not Role.PREFILL
+    blocks = config.kv_blocks or kv_blocks(model, engine_config, decodes=decodes)
+    card = _card(model)
+    if config.role is Role.PREFILL:
+        kv, transport = _prefill(config, model, blocks, card, worker)
+    else:
+        kv, transport = _decode(config, model, blocks, card)
+        capture = TorchCapture(model.device) if engine_config.gpu.graphs and model.graphable else None
+        model.decode_from(kv, config.max_running, capture)
+    return Engine(model, kv, engine_config), transport, model
+
+
+def _card(model: GpuModel) -> Card:
+    return Card(Cudart.find(), model.device.index or 0, str(model.device))
+
+
+def _prefill(
+    config: WorkerConfig, model: GpuModel, blocks: int, card: Card, worker: str
+) -> tuple[PagedKv, Transport]:
+    swept()
+    layout = kv_layout(config, model, blocks)
+    path = choose_path(config.kv_transport, card.runtime, card.index)
+    log.info("KV is handed over by %s: %s", path.kind, path.reason)
+    if path.kind == CUDA_IPC:
+        pool = CudaPool.create(worker, layout, card.runtime, card.index, SHM_DIR, card.torch_device)
+        kv = PagedKv(
+            model.geometry, BlockPool(blocks, pool.generations), config.block_size, pool.tensor, config.prefix_cache
+        )
+        return kv, PoolExport(pool, kv)
+    host = ShmPool.create(worker, layout)
+    tensor = torch.empty(layout.shape, dtype=model.geometry.dtype, device=model.device)
+    kv = PagedKv(model.geometry, BlockPool(blocks, host.generations), config.block_size, tensor, config.prefix_cache)
+    return kv, MirrorExport(host, kv, Mirror(tensor, host, card.runtime, card.index))
+
+
+def _decode(config: WorkerConfig, model: GpuModel, blocks: int, card: Card) -> tuple[PagedKv, Transport]:
+    prefills = config.role is Role.UNIFIED or config.local_prefill_tokens > 0
+    shape = (blocks, *model.geometry.block_shape(config.block_size))
+    tensor = torch.empty(shape, dtype=model.geometry.dtype, device=model.device)
+    cached = config.prefix_cache and prefills
+    kv = PagedKv(model.geometry, BlockPool(blocks), config.block_size, tensor, cached)
+    if config.role is Role.UNIFIED:
+        return kv, NoTransport()
+    here = domain()
+    openers = {
+        "cuda_ipc": partial(
+            CudaMapping.open, runtime=card.runtime, device=card.index, torch_device=card.torch_device, shm_dir=SHM_DIR
+        ),
+        "shm": partial(PinnedMapping.open, runtime=card.runtime, device=card.index, shm_dir=SHM_DIR),
+    }
+    importer = Importer(model.layout_hash(config.block_size), None, here, openers=openers)
+    return kv, GpuImport(importer, kv, Copier(card.runtime, card.index), here)
