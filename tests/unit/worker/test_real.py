@@ -13,7 +13,7 @@ from prelay_engine.geometry import Geometry
 from prelay_kv.importer import Importer
 from prelay_queue import failpoints
 from prelay_queue.errors import QueueUnavailable
-from prelay_worker.real import ShmImport
+from prelay_worker.transport import HostImport
 
 GEOMETRY = Geometry(layers=1, kv_heads=1, head_dim=2, dtype=torch.float32)
 SIZE = 4
@@ -33,7 +33,7 @@ def copied(tokens: int, fault: str) -> list[bool]:
     failpoints.arm(fault)
     blocks = tuple(range(-(-tokens // SIZE)))
     with pytest.raises(QueueUnavailable):
-        ShmImport(Importer("layout", None, "here"), kv, "here")._copy("a", SOURCE, blocks, tokens)
+        HostImport(Importer("layout", None, "here"), kv, "here")._copy("a", SOURCE, blocks, tokens)
     keys, _ = kv.cursor("a", 0, 1, 0, tokens).read(0)
     return [bool(row.all()) for row in keys[0, 0]]
 

@@ -119,6 +119,7 @@ class Backend:
     engine: EngineLike
     transport: Transport
     block_size: int
+    kv_blocks: int
     context_len: int
     model: str
     detail: dict[str, str]

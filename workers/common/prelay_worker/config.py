@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from prelay_engine.config import GpuConfig
 from prelay_queue.settings import QueueSettings
 
 
@@ -60,3 +61,7 @@ class WorkerConfig:
     metrics_port: int = 0
     metrics_host: str = "127.0.0.1"
     null: NullModel | None = None
+    #: None: it computes on the CPU. On a GPU `kv_blocks` 0 is as many as fit.
+    gpu: GpuConfig | None = None
+    #: How blocks leave a GPU: auto, cuda_ipc or pinned.
+    kv_transport: str = "auto"

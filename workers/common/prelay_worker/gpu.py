@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from prelay_kv.cuda.copies import Copier
+from prelay_kv.cuda.mapping import CudaMapping
+from prelay_kv.cuda.mirror import Mirror, PinnedMapping
+from prelay_kv.cuda.paths import CUDA_IPC
+from prelay_kv.cuda.pool import CudaPool
+from prelay_kv.cuda.probe import choose_path
+from prelay_kv.cuda.runtime import Cudart
 
 from prelay_engine.blocks import BlockPool
 from prelay_engine.config import EngineConfig
@@ -16,24 +24,14 @@ from prelay_engine.gpu.loading import load_on_gpu
 from prelay_engine.gpu.model import GpuModel
 from prelay_engine.gpu.sizing import kv_blocks
 from prelay_engine.kv import PagedKv
-from prelay_kv.cuda.copies import Copier
-from prelay_kv.cuda.mapping import CudaMapping
-from prelay_kv.cuda.mirror import Mirror, PinnedMapping
-from prelay_kv.cuda.paths import CUDA_IPC
-from prelay_kv.cuda.pool import CudaPool
-from prelay_kv.cuda.probe import choose_path
-from prelay_kv.cuda.runtime import Cudart
-from prelay_kv.errors import BadKvRef, KvError, LayoutMismatch
-from prelay_kv.importer import Importer
-from prelay_kv.ref import KvRef
+from prelay_kv.importer import Importer, Opener
 from prelay_kv.segment import SHM_DIR, domain
 from prelay_kv.shm import ShmPool
 from prelay_queue import failpoints
 
 from .backend import Transport
 from .config import Role, WorkerConfig
-from .errors import HandoverBroken, HandoverStale
-from .transport import NoTransport, PoolExport, kv_layout, swept
+from .transport import NoTransport, PeerImport, PoolExport, kv_layout, sweep_dead
 
 log = logging.getLogger("prelay.real")
 
@@ -64,46 +62,31 @@ class MirrorExport(PoolExport):
         super().close()
 
 
-class GpuImport(Transport):
+class GpuImport(PeerImport):
     """The decode side: copies a peer's blocks, from its GPU or from pinned host memory, into blocks of its own."""
 
     def __init__(self, importer: Importer, kv: PagedKv, copier: Copier, domain_: str) -> None:
-        self.domain = domain_
-        self._importer, self._kv, self._copier = importer, kv, copier
+        super().__init__(importer, domain_)
+        self._kv, self._copier = kv, copier
         self._block_nbytes = kv.geometry.block_bytes(kv.block_size)
 
-    def fetch(self, kv: bytes, key: str, tokens: int) -> None:
-        try:
-            ref = KvRef.decode(kv)
-            if ref.tokens != tokens:
-                raise HandoverBroken(f"the export holds {ref.tokens} positions, the job has {tokens}")
-            self._importer.fetch(ref, partial(self._copy, key))
-        except (BadKvRef, LayoutMismatch) as error:
-            raise HandoverBroken(str(error)) from None
-        except KvError as error:
-            raise HandoverStale(str(error)) from None
-
-    def _copy(self, key: str, pool: torch.Tensor, blocks: tuple[int, ...]) -> None:
+    def _copy(self, key: str, pool: torch.Tensor, blocks: tuple[int, ...], tokens: int) -> None:  # noqa: ARG002
         """Whole blocks: what lies in the last one beyond the last position is never read."""
         failpoints.hit("copy.before")
-        mine = self._kv.pool.blocks(key)
-        assert len(mine) >= len(blocks)
-        half = 1 if failpoints.armed("copy.middle") else len(blocks)
-        for part in (slice(0, half), slice(half, len(blocks))):
-            if part.start:
-                failpoints.hit("copy.middle")
-            there, here = blocks[part], mine[part.start : part.start + len(blocks[part])]
-            self._copier.copy(pool.data_ptr(), there, self._kv.tensor.data_ptr(), here, self._block_nbytes)
+        mine = self._kv.pool.blocks(key)[: len(blocks)]
+        assert len(mine) == len(blocks)
+        first = 1 if failpoints.armed() else len(blocks)
+        self._copy_some(pool, blocks[:first], mine[:first])
+        if first < len(blocks):
+            failpoints.hit("copy.middle")
+            self._copy_some(pool, blocks[first:], mine[first:])
         failpoints.hit("copy.after")
 
-    def forget(self, owner: str) -> None:
-        self._importer.forget(owner)
-
-    def peers(self) -> frozenset[str]:
-        return self._importer.owners()
+    def _copy_some(self, pool: torch.Tensor, there: Sequence[int], here: Sequence[int]) -> None:
+        self._copier.copy(pool.data_ptr(), there, self._kv.tensor.data_ptr(), here, self._block_nbytes)
 
     def close(self) -> None:
-        self._importer.close()
+        super().close()
         self._copier.close()
 
 
@@ -127,10 +110,8 @@ def _card(model: GpuModel) -> Card:
     return Card(Cudart.find(), model.device.index or 0, str(model.device))
 
 
-def _prefill(
-    config: WorkerConfig, model: GpuModel, blocks: int, card: Card, worker: str
-) -> tuple[PagedKv, Transport]:
-    swept()
+def _prefill(config: WorkerConfig, model: GpuModel, blocks: int, card: Card, worker: str) -> tuple[PagedKv, Transport]:
+    sweep_dead()
     layout = kv_layout(config, model, blocks)
     path = choose_path(config.kv_transport, card.runtime, card.index)
     log.info("KV is handed over by %s: %s", path.kind, path.reason)
@@ -155,7 +136,7 @@ def _decode(config: WorkerConfig, model: GpuModel, blocks: int, card: Card) -> t
     if config.role is Role.UNIFIED:
         return kv, NoTransport()
     here = domain()
-    openers = {
+    openers: dict[str, Opener] = {
         "cuda_ipc": partial(
             CudaMapping.open, runtime=card.runtime, device=card.index, torch_device=card.torch_device, shm_dir=SHM_DIR
         ),

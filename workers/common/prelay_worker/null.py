@@ -294,4 +294,4 @@ def null_backend(config: WorkerConfig) -> Backend:
     engine = NullEngine(config.null, config.kv_blocks, config.block_size, config.max_running)
     domain = "null" if config.role is not Role.UNIFIED else "null-unified"
     context = config.max_model_len or config.kv_blocks * config.block_size
-    return Backend(engine, NullTransport(domain, engine), config.block_size, context, "null", {})
+    return Backend(engine, NullTransport(domain, engine), config.block_size, config.kv_blocks, context, "null", {})

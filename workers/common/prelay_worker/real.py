@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -16,83 +16,19 @@ from prelay_engine.errors import EngineError
 from prelay_engine.kv import PagedKv
 from prelay_engine.loading import load
 from prelay_engine.model import Model
-from prelay_kv.errors import BadKvRef, KvError, LayoutMismatch
+from prelay_kv.errors import KvError
 from prelay_kv.importer import Importer
-from prelay_kv.layout import KvLayout
-from prelay_kv.ref import KvRef
-from prelay_kv.segment import SHM_DIR, domain
-from prelay_kv.shm import ShmPool, sweep
-from prelay_queue import failpoints
+from prelay_kv.segment import domain
+from prelay_kv.shm import ShmPool
 
 from .backend import Backend, Transport
 from .config import Role, WorkerConfig
-from .errors import HandoverBroken, HandoverStale, StartupError
+from .errors import StartupError
+from .transport import HostImport, NoTransport, PoolExport, kv_layout, sweep_dead
 
 log = logging.getLogger("prelay.real")
 
-
-class ShmExport(Transport):
-    """The prefill side: its pool lies in shared memory, so an export is only a description."""
-
-    def __init__(self, pool: ShmPool, kv: PagedKv) -> None:
-        self.domain = pool.segment.node
-        self._pool = pool
-        self._kv = kv
-
-    def export(self, key: str, tokens: int) -> bytes:
-        blocks, generations = self._kv.export(key)
-        return self._pool.ref(blocks, generations, tokens).encode()
-
-    def close(self) -> None:
-        self._pool.close()
-
-
-class ShmImport(Transport):
-    """The decode side: maps the exporter's pool read only and copies what it lacks."""
-
-    def __init__(self, importer: Importer, kv: ContiguousKv, domain_: str) -> None:
-        self.domain = domain_
-        self._importer = importer
-        self._kv = kv
-
-    def fetch(self, kv: bytes, key: str, tokens: int) -> None:
-        try:
-            ref = KvRef.decode(kv)
-            if ref.tokens != tokens:
-                raise HandoverBroken(f"the export holds {ref.tokens} positions, the job has {tokens}")
-            self._importer.fetch(ref, lambda pool, blocks: self._copy(key, pool, blocks, tokens))
-        except (BadKvRef, LayoutMismatch) as error:
-            raise HandoverBroken(str(error)) from None
-        except KvError as error:
-            raise HandoverStale(str(error)) from None
-
-    def _copy(self, key: str, pool: torch.Tensor, blocks: tuple[int, ...], tokens: int) -> None:
-        failpoints.hit("copy.before")
-        self._kv.import_blocks(key, _blocks_of(pool, blocks), tokens)
-        failpoints.hit("copy.after")
-
-    def forget(self, owner: str) -> None:
-        self._importer.forget(owner)
-
-    def peers(self) -> frozenset[str]:
-        return self._importer.owners()
-
-    def close(self) -> None:
-        self._importer.close()
-
-
-def _blocks_of(pool: torch.Tensor, blocks: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    for number, block in enumerate(blocks):
-        if number == 1:  # the first is copied: whoever takes one block at a time asks for the next only then
-            failpoints.hit("copy.middle")
-        yield pool[block]
-
-
-class NoTransport(Transport):
-    """A unified worker keeps what it prefills."""
-
-    def __init__(self) -> None:
-        self.domain = domain()
+Build = Callable[[WorkerConfig, EngineConfig, str], tuple[Engine, Transport, Model]]
 
 
 def real_backend(config: WorkerConfig, worker: str) -> Backend:
@@ -117,14 +53,14 @@ def _build(config: WorkerConfig, worker: str) -> Backend:
         threads=config.threads,
         kernels=cast(KernelsChoice, config.kernels),
         quantization=cast(Quantization, config.quantization),
+        gpu=config.gpu,
     )
     torch.set_num_interop_threads(1)
-    model = load(engine_config)
+    build: Build = _on_cpu
+    if config.gpu is not None:
+        from .gpu import gpu_engine as build  # needs Triton
+    engine, transport, model = build(config, engine_config, worker)
     log.info("%r: %s; %s", model, model.how, model.exactness)
-    if config.role is Role.PREFILL:
-        engine, transport = _prefill(config, engine_config, model, worker)
-    else:
-        engine, transport = _decode(config, engine_config, model)
     detail = {
         "dtype": str(model.geometry.dtype).removeprefix("torch."),
         "exact": str(model.exact).lower(),
@@ -132,16 +68,23 @@ def _build(config: WorkerConfig, worker: str) -> Backend:
         "layout": model.layout_hash(config.block_size),
         "numerics": model.numerics_hash(),
     }
-    return Backend(engine, transport, config.block_size, model.context_len, config.model.name, detail)
+    blocks = engine.stats().total
+    return Backend(engine, transport, config.block_size, blocks, model.context_len, config.model.name, detail)
+
+
+def _on_cpu(config: WorkerConfig, engine_config: EngineConfig, worker: str) -> tuple[Engine, Transport, Model]:
+    model = load(engine_config)
+    if config.role is Role.PREFILL:
+        return *_prefill(config, engine_config, model, worker), model
+    return *_decode(config, engine_config, model), model
 
 
 def _prefill(config: WorkerConfig, engine_config: EngineConfig, model: Model, worker: str) -> tuple[Engine, Transport]:
-    if swept := sweep(SHM_DIR):
-        log.info("removed KV segments of dead workers: %s", ", ".join(swept))
-    pool = ShmPool.create(worker, _layout(config, model))
+    sweep_dead()
+    pool = ShmPool.create(worker, kv_layout(config, model, config.kv_blocks))
     blocks = BlockPool(config.kv_blocks, pool.generations)
     kv = PagedKv(model.geometry, blocks, config.block_size, pool.tensor, config.prefix_cache)
-    return Engine(model, kv, engine_config), ShmExport(pool, kv)
+    return Engine(model, kv, engine_config), PoolExport(pool, kv)
 
 
 def _decode(config: WorkerConfig, engine_config: EngineConfig, model: Model) -> tuple[Engine, Transport]:
@@ -156,18 +99,4 @@ def _decode(config: WorkerConfig, engine_config: EngineConfig, model: Model) -> 
     here = domain()
     # Other thread counts, say: such KV fits. Only its exactness is not promised (docs/design.md, section 11).
     importer = Importer(model.layout_hash(config.block_size), None, here)
-    return engine, ShmImport(importer, kv, here)
-
-
-def _layout(config: WorkerConfig, model: Model) -> KvLayout:
-    shape = model.geometry
-    return KvLayout(
-        num_blocks=config.kv_blocks,
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        block_size=config.block_size,
-        head_dim=shape.head_dim,
-        dtype=str(shape.dtype).removeprefix("torch."),
-        layout_hash=model.layout_hash(config.block_size),
-        numerics_hash=model.numerics_hash(),
-    )
+    return engine, HostImport(importer, kv, here)

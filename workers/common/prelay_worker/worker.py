@@ -316,9 +316,9 @@ class Worker(ABC):
         return attempt.holder(self.engine.gives(attempt.key), self.config.max_preemptions)
 
     def _room(self) -> policy.Room:
-        config, closed = self.config, self._draining or self._runs_alone()
-        spared = (int(policy.HEADROOM * each) for each in (config.kv_blocks, config.max_running))
-        return policy.Room(self.engine.spare, self._slots(), config.kv_blocks, closed, *spared)
+        blocks, closed = self.backend.kv_blocks, self._draining or self._runs_alone()
+        spared = (int(policy.HEADROOM * each) for each in (blocks, self.config.max_running))
+        return policy.Room(self.engine.spare, self._slots(), blocks, closed, *spared)
 
     def _slots(self) -> int:
         # A held sequence, waiting to be copied away, takes blocks but no slot.

@@ -1,4 +1,4 @@
-"""Steps in which every row is a single one: computed in buffers that stay where they are, and replayed as CUDA graphs."""
+"""Steps of single rows only: computed in buffers that stay where they are, and replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Decoder:
             self._runner.capture_all(self._run)
 
     def takes(self, store: KvStore, spans: Sequence[Span], draws: Sequence[tuple[int, Draw]]) -> bool:
-        """Whether a step is of this kind: single rows of this store, a token from each, no more than there is room for."""
+        """Whether a step is of this kind: single rows of this store, a token from each, and no more than fit."""
         rows = len(spans)
         single = store is self._store and all(span.length == 1 for span in spans)
         return single and rows <= self._buffers.max_rows and [row for row, _ in draws] == list(range(rows))

@@ -36,10 +36,13 @@ class Inputs:
         """On `device`, in copies that are enqueued and not waited for."""
         if device.type == "cpu":
             return self
-        parts = (self.ids, self.positions, self.slots, self.tables, self.lengths)
-        moved = [part.pin_memory().to(device, non_blocking=True) for part in parts]
-        there = {rows: Tiles(each.table.pin_memory(), rows).to(device, True) for rows, each in self.tiles.items()}
-        return Inputs(*moved, there)
+
+        def moved(part: torch.Tensor) -> torch.Tensor:
+            return part.pin_memory().to(device, non_blocking=True)
+
+        tiles = {rows: Tiles(moved(each.table), rows) for rows, each in self.tiles.items()}
+        tables, lengths = moved(self.tables), moved(self.lengths)
+        return Inputs(moved(self.ids), moved(self.positions), moved(self.slots), tables, lengths, tiles)
 
 
 def inputs(

@@ -11,7 +11,7 @@ from ..errors import ModelError
 from ..loading import check_files, prepare, told
 from ..memory import Thrift
 from ..selftest import agrees
-from .layers import Linears, has_experts, replace_layers
+from .layers import Linears, replace_layers
 from .model import GpuModel
 from .selftest import run_selftest
 
@@ -37,7 +37,7 @@ def load_on_gpu(config: EngineConfig) -> GpuModel:
         model = GpuModel(raw.net, raw.geometry, raw.layers, raw.context_len, config.gpu)
         if not agrees(model, raw.logits):  # 3
             raise ModelError(f"the kernels for GPUs do not compute what {type(raw.net).__name__} does: not served")
-        result = run_selftest(model, experts=has_experts(raw.net))  # 4
+        result = run_selftest(model)  # 4
     if result.wrong:
         raise ModelError(result.text)
     model.exact, model.exactness = result.exact, result.text

@@ -29,6 +29,7 @@ from .inputs import Inputs, inputs
 from .kernels import sample as sampling
 from .kernels.decode import Scratch, scratch
 from .kernels.tiles import Shape
+from .layers import has_experts
 from .memory import is_out_of_memory
 
 
@@ -51,7 +52,14 @@ class GpuModel(Model):
         self.tile_rows = (Shape.of(geometry.head_dim, geometry.dtype, group, config.exact).rows(group),)
         self._scratch = scratch(0, self._heads, geometry.head_dim, self.device)
         self.sinks = Sinks()
+        #: Some rows go to experts, whose products are torch's own and which the host chooses.
+        self.experts = has_experts(net)
         self._decoder: Decoder | None = None
+
+    @property
+    def graphable(self) -> bool:
+        """Whether a step can be captured: nothing in it is decided on the host."""
+        return not self.experts
 
     def decode_from(self, store: PagedKv, max_rows: int, capture: Capture | None) -> None:
         """From now on steps of single rows of `store` run in static buffers, as graphs where `capture` makes them.
@@ -102,7 +110,7 @@ class GpuModel(Model):
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """On this device, without gradients, and done at the end, whatever happens; too little memory is OutOfMemory."""
+        """On this device, and done at the end whatever happens; where memory runs out, raise OutOfMemory."""
         with torch.inference_mode(), self._current():
             try:
                 yield
@@ -162,10 +170,10 @@ class GpuModel(Model):
         return self._scratch
 
     def _draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        """A token for each row of logits [row, vocabulary], on the device; of rows that are not plain it says nothing."""
+        """A token for each row of logits [row, vocabulary], on the device; for rows that are not plain it means nothing."""
         tokens = torch.empty(len(draws), dtype=torch.int64, device=self.device)
-        given = (torch.from_numpy(each).to(self.device) for each in Params.of(draws))
-        sampling.sample(logits, *given, tokens)
+        heat, top_k, top_p, min_p, point = (torch.from_numpy(each).to(self.device) for each in Params.of(draws))
+        sampling.sample(logits, heat, top_k, top_p, min_p, point, tokens)
         return tokens
 
     def _computed(
@@ -209,5 +217,3 @@ class GpuModel(Model):
     def how(self) -> str:
         parts = (f"Triton attention on {self.device}", "exact products" if self.config.exact else "cuBLAS")
         return ", ".join((*parts, "CUDA graphs" if self.config.graphs and self._decoder is not None else "no graphs"))
-
-

@@ -16,14 +16,13 @@ _SINGLE = 5
 
 
 @torch.inference_mode()
-def run_selftest(model: GpuModel, *, experts: bool) -> SelfTest:
-    """`experts`: some rows go to experts, whose products are torch's own."""
+def run_selftest(model: GpuModel) -> SelfTest:
     difference = max(model_difference(model), _among_others(model))
     if difference > WRONG[model.geometry.dtype]:
         return SelfTest(False, "rows depend on their neighbours altogether", wrong=True)
     if not model.config.exact:
         return SelfTest(False, "rows may depend on their neighbours in the last bits (--exact: they do not, at a cost)")
-    if experts:
+    if model.experts:
         return SelfTest(False, "rows may depend on their neighbours: experts are computed by torch")
     if difference:
         return SelfTest(False, "rows depend on their neighbours here, though all kernels are exact ones")
