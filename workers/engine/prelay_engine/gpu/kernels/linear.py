@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -65,15 +64,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         weight.stride(0),
         EVEN=depth % tile.depth == 0,
         BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=_GROUP,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x: Any, weight: Any, bias: Any, out: Any, rows: Any, columns: Any, depth: Any, x_row: Any, weight_row: Any,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, rows: tl.tensor, columns: tl.tensor,
+    depth: tl.tensor, x_row: tl.tensor, weight_row: tl.tensor, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     # Programs that run at the same time take a square of tiles rather than a line: they share what they read.
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)

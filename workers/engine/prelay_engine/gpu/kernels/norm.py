@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -35,15 +33,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     held = max(1, _LEAST // tile)
     _rms_norm[(triton.cdiv(rows, held),)](
         x, weight, out, rows, x.stride(0) if x.shape[0] > 1 else width * heads, x.stride(1) if x.ndim == 3 else width,
-        eps, WIDTH=width, HEADS=heads, ROWS=held, TILE=tile, num_warps=8 if tile > 2048 else 4,
+        eps, WIDTH=width, HEADS=heads, ROWS=held, TILE=tile, num_warps=8 if tile > 2048 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
-    x: Any, weight: Any, out: Any, rows: Any, row_stride: Any, head_stride: Any, eps: Any,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, rows: tl.tensor, row_stride: tl.tensor, head_stride: tl.tensor,
+    eps: tl.tensor, WIDTH: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, TILE)[None, :]

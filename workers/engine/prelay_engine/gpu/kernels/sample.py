@@ -10,8 +10,6 @@ Everything is computed by one program a row, over tiles in rising order; weights
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -40,19 +38,20 @@ def sample(
     min_p: float32 [rows]; 0: all
     point: float64 [rows], in [0, 1): where among the weights left, laid side by side by rising id
     out: int64 [rows]; -1 where a row has a NaN or no finite greatest logit
-    scratch: float32, at least [rows, vocab], each row contiguous; without it, one is allocated
+    scratch: float32, at least [rows, vocab], each row contiguous, not logits; without it, one is allocated
 
     With scratch nothing is allocated, and nothing is waited for: it can be captured into a CUDA graph, once it has been
     called with the same vocabulary outside of a capture. A row's token depends on that row only.
     """
     rows, vocab = logits.shape
-    scratch = torch.empty_like(logits) if scratch is None else scratch
+    scratch = torch.empty(rows, vocab, device=logits.device) if scratch is None else scratch
     _check(logits, (temperature, top_k, top_p, min_p, point, out), scratch)
     if rows == 0:
         return
     _sample[(rows,)](
         logits, temperature, top_k, top_p, min_p, point, out, scratch, vocab, logits.stride(0), scratch.stride(0),
-        TILE=_TILE, TILES=triton.next_power_of_2(triton.cdiv(vocab, _TILE)), num_warps=_WARPS,
+        TILE=_TILE, TILES=triton.next_power_of_2(triton.cdiv(vocab, _TILE)),
+        num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -69,8 +68,9 @@ def _check(logits: torch.Tensor, each: tuple[torch.Tensor, ...], scratch: torch.
 
 @triton.jit
 def _sample(
-    logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, point: Any, out: Any, scratch: Any,
-    vocab: Any, logits_row: Any, scratch_row: Any, TILE: tl.constexpr, TILES: tl.constexpr,
+    logits: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, point: tl.tensor,
+    out: tl.tensor, scratch: tl.tensor, vocab: tl.tensor, logits_row: tl.tensor, scratch_row: tl.tensor,
+    TILE: tl.constexpr, TILES: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_row
@@ -91,13 +91,13 @@ def _sample(
 
 
 @triton.jit
-def _peak(logits: Any, vocab: Any, TILE: tl.constexpr) -> Any:
+def _peak(logits: tl.tensor, vocab: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
     """The greatest logit of each lane [TILE], that of all, and where it stands first: -1 for NaN or nothing finite."""
     lane = tl.arange(0, TILE)
     high = tl.full((TILE,), float("-inf"), tl.float32)
     first = tl.full((TILE,), 0, tl.int32)
     odd = tl.full((TILE,), 0, tl.int32)
-    for start in range(0, vocab, TILE):
+    for start in tl.range(0, vocab, TILE, num_stages=2):
         logit = tl.load(logits + start + lane, mask=start + lane < vocab, other=float("-inf"))
         odd |= (logit != logit).to(tl.int32)
         first = tl.where(logit > high, start + lane, first)
@@ -109,14 +109,17 @@ def _peak(logits: Any, vocab: Any, TILE: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _weights(logit: Any, peak: Any, slope: Any, least: Any) -> Any:
+def _weights(logit: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor) -> tl.tensor:
     """A weight is computed anew wherever it is compared with the bar: always by this, so always to the same bits."""
     weight = tl.exp((logit - peak) * slope)
     return tl.where(weight < least, 0.0, weight)
 
 
 @triton.jit
-def _tile(logits: Any, start: Any, vocab: Any, peak: Any, slope: Any, least: Any, TILE: tl.constexpr) -> Any:
+def _tile(
+    logits: tl.tensor, start: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor,
+    TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The weights of a tile of ids; 0 beyond the last."""
     token = start + tl.arange(0, TILE)
     logit = tl.load(logits + token, mask=token < vocab, other=float("-inf"))
@@ -124,15 +127,15 @@ def _tile(logits: Any, start: Any, vocab: Any, peak: Any, slope: Any, least: Any
 
 
 @triton.jit
-def _bits(weight: Any) -> Any:
+def _bits(weight: tl.tensor) -> tl.tensor:
     return weight.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _bar(
-    logits: Any, listed: Any, vocab: Any, high: Any, peak: Any, slope: Any, least: Any, count: Any, share: Any,
-    TILE: tl.constexpr,
-) -> Any:  # fmt: skip
+    logits: tl.tensor, listed: tl.tensor, vocab: tl.tensor, high: tl.tensor, peak: tl.tensor, slope: tl.tensor,
+    least: tl.tensor, count: tl.tensor, share: tl.tensor, TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The bits of the lightest weight that is left, how many weigh just that, and how many of those are left."""
     # 1. A floor under the bar, and a list of what reaches it.
     whole = tl.full((), 0.0, tl.float64)
@@ -166,14 +169,16 @@ def _bar(
         above, sum_above = _reach(listed, length, nucleus + 1, TILE)
         ties = reached - above
         left = tl.where(nucleus == bar, left, ties)
-        wanted = tl.ceil((goal - sum_above) / nucleus.to(tl.float32, bitcast=True).to(tl.float64))
+        weight = nucleus.to(tl.float32, bitcast=True).to(tl.float64)
+        wanted = tl.floor((goal - sum_above) / weight)
+        wanted += (sum_above + wanted * weight < goal).to(tl.float64)  # the quotient was rounded
         left = tl.maximum(tl.minimum(wanted, left.to(tl.float64)).to(tl.int32), 1)
         bar = nucleus
     return bar, ties, left
 
 
 @triton.jit
-def _nth(bits: Any, n: Any) -> Any:
+def _nth(bits: tl.tensor, n: tl.tensor) -> tl.tensor:
     """The nth greatest of a tensor of weights' bits, which are below 2^30; 0 if there are fewer."""
     bar = tl.full((), 0, tl.int32)
     for step in range(30):
@@ -183,20 +188,23 @@ def _nth(bits: Any, n: Any) -> Any:
 
 
 @triton.jit
-def _whole(logits: Any, vocab: Any, peak: Any, slope: Any, least: Any, TILE: tl.constexpr) -> Any:
+def _whole(
+    logits: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor, TILE: tl.constexpr
+) -> tl.tensor:
     sums = tl.full((TILE,), 0.0, tl.float64)
-    for start in range(0, vocab, TILE):
+    for start in tl.range(0, vocab, TILE, num_stages=2):
         sums += _tile(logits, start, vocab, peak, slope, least, TILE).to(tl.float64)
     return tl.sum(sums, axis=0)
 
 
 @triton.jit
 def _list(
-    logits: Any, listed: Any, vocab: Any, peak: Any, slope: Any, least: Any, floor: Any, TILE: tl.constexpr
-) -> Any:  # fmt: skip
+    logits: tl.tensor, listed: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor,
+    floor: tl.tensor, TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Store all weights that reach the floor, by rising id. Returns how many."""
     length = tl.full((), 0, tl.int32)
-    for start in range(0, vocab, TILE):
+    for start in tl.range(0, vocab, TILE, num_stages=2):
         weight = _tile(logits, start, vocab, peak, slope, least, TILE)
         found = (_bits(weight) >= floor).to(tl.int32)
         tl.store(listed + length + tl.cumsum(found, axis=0) - 1, weight, mask=found > 0)
@@ -206,7 +214,7 @@ def _list(
 
 
 @triton.jit
-def _reach(listed: Any, length: Any, bar: Any, TILE: tl.constexpr) -> Any:
+def _reach(listed: tl.tensor, length: tl.tensor, bar: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
     """How many of the listed weights reach the bar, and their sum."""
     counts = tl.full((TILE,), 0, tl.int32)
     sums = tl.full((TILE,), 0.0, tl.float64)
@@ -220,7 +228,7 @@ def _reach(listed: Any, length: Any, bar: Any, TILE: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _highest(listed: Any, length: Any, count: Any, goal: Any, TILE: tl.constexpr) -> Any:
+def _highest(listed: tl.tensor, length: tl.tensor, count: tl.tensor, goal: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
     """The highest bar that at least `count` listed weights reach, which make up at least `goal`; 0 if they do not."""
     bar = tl.full((), 0, tl.int32)
     for step in range(30):
@@ -232,13 +240,14 @@ def _highest(listed: Any, length: Any, count: Any, goal: Any, TILE: tl.constexpr
 
 @triton.jit
 def _nth_tie(
-    logits: Any, vocab: Any, peak: Any, slope: Any, least: Any, bar: Any, n: Any, TILE: tl.constexpr
-) -> Any:  # fmt: skip
+    logits: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor, bar: tl.tensor,
+    n: tl.tensor, TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The id of the nth of those that weigh just the bar."""
     seen = tl.full((), 0, tl.int32)
     before = tl.full((), 0, tl.int32)
     found = tl.full((), 0, tl.int32)
-    for start in range(0, vocab, TILE):
+    for start in tl.range(0, vocab, TILE, num_stages=2):
         tie = (_bits(_tile(logits, start, vocab, peak, slope, least, TILE)) == bar).to(tl.int32)
         before = tl.where(seen < n, seen, before)
         found = tl.where(seen < n, start, found)
@@ -249,14 +258,14 @@ def _nth_tie(
 
 @triton.jit
 def _pick(
-    logits: Any, vocab: Any, peak: Any, slope: Any, least: Any, bar: Any, last: Any, point: Any,
-    TILE: tl.constexpr, TILES: tl.constexpr,
-) -> Any:  # fmt: skip
+    logits: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor, bar: tl.tensor,
+    last: tl.tensor, point: tl.tensor, TILE: tl.constexpr, TILES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The id at which the share `point` of the weights left is passed: by tiles, then within one."""
     number = tl.arange(0, TILES)
     sums = tl.full((TILES,), float("inf"), tl.float64)
     total = tl.full((), 0.0, tl.float64)
-    for start in range(0, vocab, TILE):
+    for start in tl.range(0, vocab, TILE, num_stages=2):
         weight = _left(logits, start, vocab, peak, slope, least, bar, last, TILE)
         total += tl.sum(weight.to(tl.float64), axis=0)
         sums = tl.where(number == start // TILE, total, sums)
@@ -274,8 +283,9 @@ def _pick(
 
 @triton.jit
 def _left(
-    logits: Any, start: Any, vocab: Any, peak: Any, slope: Any, least: Any, bar: Any, last: Any, TILE: tl.constexpr
-) -> Any:  # fmt: skip
+    logits: tl.tensor, start: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor,
+    bar: tl.tensor, last: tl.tensor, TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The weights of a tile of ids; 0 for those that top_k and top_p do not leave."""
     weight = _tile(logits, start, vocab, peak, slope, least, TILE)
     bits = _bits(weight)

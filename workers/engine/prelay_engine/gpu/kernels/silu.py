@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -26,14 +26,15 @@ def silu_mul(gate_up: torch.Tensor, activation: Name = "silu") -> torch.Tensor:
     if rows:
         stride = gate_up.stride(0) if rows > 1 else 2 * width
         _gated[rows, triton.cdiv(width, _TILE)](
-            gate_up, out, width, stride, ACTIVATION=activation, TILE=_TILE, num_warps=4
+            gate_up, out, width, stride, ACTIVATION=activation, TILE=_TILE, num_warps=4, enable_fp_fusion=False
         )
     return out
 
 
 @triton.jit
 def _gated(
-    gate_up: Any, out: Any, width: Any, stride: Any, ACTIVATION: tl.constexpr, TILE: tl.constexpr
+    gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, stride: tl.tensor, ACTIVATION: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * TILE + tl.arange(0, TILE)
