@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
@@ -15,7 +16,7 @@ from prelay_queue.note import Note, TokenLogprobs
 from .attention import Span
 from .blocks import BlockState
 from .config import EngineConfig
-from .errors import Abandoned, ConfigError, EngineError, NoRoom, UnknownSequence
+from .errors import Abandoned, ConfigError, EngineError, NoRoom, OutOfMemory, UnknownSequence
 from .flag import Flag
 from .kv import KvStore
 from .logprobs import Floats, logprobs_of
@@ -26,7 +27,10 @@ from .prefix import Chain
 from .sampler import NO_TOKEN, Draw
 from .scheduler import BATCH, Plan, Row, schedule
 from .sequence import NOTHING, NewToken, Sequence, Step
+from .shrink import NO_MEMORY, Shrink
 from .stats import BlockStats
+
+log = logging.getLogger("prelay.engine")
 
 
 class Phase(StrEnum):
@@ -66,12 +70,15 @@ class Engine:
         self._config = config
         self._ends = tuple(sorted(model.eos_ids))
         self._pace = Pace(config.prefill_chunk, config.batch_step_ms)
+        self._shrink = Shrink(config.prefill_chunk, config.max_running, config.block_size)
         self._entries: dict[str, _Entry] = {}
         #: Positions that went through the model, since the start.
         self.computed_tokens = 0
         #: Tokens that came to be prefilled while a prefix cache was on, and those of them that it held.
         self.prefix_queries = 0
         self.prefix_hits = 0
+        #: Steps that ran out of memory.
+        self.out_of_memory = 0
 
     # Admission
 
@@ -205,12 +212,15 @@ class Engine:
 
         `urgent` is set by any thread when somebody comes for whom batch work is to be left: a step that has nothing
         else is then abandoned, and computed again later.
+
+        A step that runs out of memory has computed nothing. The next one is smaller: see `shrink.py` for who is
+        evicted for that, or, running alone, ends with an error. What the rows took in 3 stays theirs.
         """
         if not self.has_work:
             return Step()
         self._skip_known()  # 1
         rows = self._rows()
-        plan = schedule(rows, self._kv.pool.available, self._pace.limits(rows))
+        plan = schedule(rows, self._kv.pool.available, self._shrink.limits(self._pace.limits(rows)))
         for key in plan.evicted:  # 2
             self._forget(key)
         for key in plan.decode:  # 3
@@ -224,11 +234,27 @@ class Engine:
         except Abandoned:
             self._pace.abandoned()
             return Step(evicted=plan.evicted)
+        except OutOfMemory as error:
+            return self._made_smaller(rows, plan, str(error))
         self._pace.ran(rows, plan, 1000 * (time.perf_counter() - begun))
+        self._shrink.ran()
         self._name(spans)  # 6
         new = tuple(self._apply(*each) for each in drawn)  # 7
         held = tuple(entry.sequence.key for entry, _, _ in drawn if entry.phase is Phase.HELD)
         return Step(new, plan.evicted, held)
+
+    def _made_smaller(self, rows: Rows[Row], plan: Plan, why: str) -> Step:
+        """What a step did that ran out of memory."""
+        self.out_of_memory += 1
+        remedy = self._shrink.failed(rows, plan)
+        log.warning("a step ran out of memory (%s): %s, %r", why, remedy, self._shrink)
+        if remedy.evicted is not None:
+            self._forget(remedy.evicted)
+            return Step(evicted=(*plan.evicted, remedy.evicted))
+        if remedy.ended is not None:
+            ended = self._apply(self._entries[remedy.ended], NO_MEMORY, NOTHING)
+            return Step((ended,), plan.evicted)
+        return Step(evicted=plan.evicted)
 
     def _may_abandon(self, plan: Plan) -> bool:
         keys = (*plan.decode, *(chunk.key for chunk in plan.chunks))
@@ -315,7 +341,7 @@ class Engine:
         finish = self._finish(sequence, token)
         if finish is not None:
             self._forget(sequence.key)
-            if finish is FinishReason.ERROR and entry.chain is not None:  # nobody is to find them
+            if token == NO_TOKEN and entry.chain is not None:  # nobody is to find them
                 self._kv.pool.retract(entry.chain.digests)
         elif sequence.hand_over:
             entry.phase = Phase.HELD
@@ -326,7 +352,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling = sequence.sampling
-        if token == NO_TOKEN:
+        if token in (NO_TOKEN, NO_MEMORY):
             return FinishReason.ERROR
         if token in sampling.stop_token_ids or (token in self._model.eos_ids and not sampling.ignore_eos):
             return FinishReason.STOP

@@ -37,6 +37,9 @@ class NoRoom(EngineError):  # noqa: N818 - reads as the fact it states
 class OutOfMemory(EngineError):  # noqa: N818
     """The device has no memory for what the step computes in between."""
 
+    def __init__(self, message: str = "the device has no memory left") -> None:
+        super().__init__(message)
+
 
 class CaptureError(EngineError):
     """What a step does cannot be captured; the message is one line and says why."""

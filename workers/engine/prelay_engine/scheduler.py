@@ -30,6 +30,7 @@ class Limits:
     batch_tokens: int | None = None  # those of them that are of class batch
     batch_rows: int | None = None  # decoding rows of class batch
     kept_tokens: int = 0  # of `tokens`: for prompts of class batch only
+    rows: int | None = None  # of all classes, whether they decode or are prompts; at least 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,14 @@ def schedule(rows: Rows[Row], free_blocks: int, limits: Limits) -> Plan:
     1. In order of precedence (priority, reserved ones first within it, then arrival) each decoding row
        takes the blocks its next position needs. When none are free, victims go: the row of least
        precedence first, which may be the row itself; never a reserved one, which needs nothing either.
-       Batch rows beyond `limits.batch_rows` pause: they keep what they hold, unless they are victims.
+       Batch rows beyond `limits.batch_rows`, and all beyond `limits.rows`, pause: they keep what they hold, unless
+       they are victims.
     2. Every decoding row that is left runs.
     3. Prompts are computed in the same order until `limits.tokens` are spent; an urgent prompt may take all that
        are not kept, those of class batch together `limits.batch_tokens`.
     """
-    standing = sorted(rows, key=_precedence)
-    paused = _paused(standing, limits.batch_rows)
+    standing = sorted(rows, key=precedence)
+    paused = _paused(standing, limits)
     evicted: list[str] = []
     done: list[Row] = []
     while standing:
@@ -84,7 +86,8 @@ def schedule(rows: Rows[Row], free_blocks: int, limits: Limits) -> Plan:
     )
 
 
-def _precedence(row: Row) -> tuple[int, bool, int, str]:
+def precedence(row: Row) -> tuple[int, bool, int, str]:
+    """Sorts the most urgent first."""
     return (row.priority, not row.reserved, row.arrival_ms, row.key)
 
 
@@ -93,10 +96,16 @@ def _victim(standing: list[Row]) -> Row | None:
     return next((row for row in reversed(standing) if not row.reserved and row.holds), None)
 
 
-def _paused(rows: list[Row], batch_rows: int | None) -> set[str]:
+def _paused(rows: list[Row], limits: Limits) -> set[str]:
     """The first go on, so that they end: none is paused for ever while others come."""
-    decoding = [row.key for row in rows if row.priority >= BATCH and not row.todo]
-    return set() if batch_rows is None else set(decoding[batch_rows:])
+    paused: set[str] = set()
+    if limits.batch_rows is not None:
+        decoding = [row.key for row in rows if row.priority >= BATCH and not row.todo]
+        paused.update(decoding[limits.batch_rows :])
+    if limits.rows is not None:
+        others = [row.key for row in rows if row.key not in paused]
+        paused.update(others[limits.rows :])
+    return paused
 
 
 def _chunks(rows: list[Row], limits: Limits) -> tuple[Chunk, ...]:
