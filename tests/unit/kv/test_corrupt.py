@@ -22,7 +22,7 @@ from prelay_kv.layout import KvLayout
 from prelay_kv.ref import KvRef
 from prelay_kv.segment import domain
 from prelay_kv.shm import ShmPool
-from prelay_kv.shmfile import MAGIC, PAGE, Parts, pack_header
+from prelay_kv.shmfile import MAGIC, PAGE, Header, Parts, pack_header
 
 #: The folder and pool of a test are read, never changed, by its examples.
 shared_pool = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
@@ -199,7 +199,7 @@ def test_a_file_of_another_size_is_refused(pool: ShmPool, importer: Importer, le
 
 
 def test_a_file_with_holes_is_refused(pool: ShmPool, importer: Importer, layout: KvLayout) -> None:
-    ref = another_file(pool, pack_header("peer", layout))
+    ref = another_file(pool, pack_header(Header("peer", layout)))
     path = pool.path.parent / ref.segment.handle
     os.truncate(path, Parts.of(layout).nbytes)
     with pytest.raises(BadKvRef) as caught:

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from prelay_kv import shm, shmfile
+from prelay_kv import owned, shmfile
 from prelay_kv.errors import ShmTooSmall
 from prelay_kv.layout import KvLayout
 from prelay_kv.segment import SHM_DIR, domain
 from prelay_kv.shm import ShmPool
-from prelay_kv.shmfile import PAGE, Parts, is_name, read_header, try_lock
+from prelay_kv.shmfile import PAGE, Header, Parts, is_name, read_header, try_lock
 from prelay_kv.sweep import sweep
 
 
@@ -64,7 +64,7 @@ def test_the_file_is_private_locked_and_fully_allocated(shm_dir: Path, layout: K
 
 def test_the_segment_and_the_header_say_whose_it_is(shm_dir: Path, layout: KvLayout) -> None:
     with closing(ShmPool.create("prefill-1", layout, shm_dir)) as pool:
-        assert read_header(pool.path.read_bytes()[:PAGE]) == ("prefill-1", layout)
+        assert read_header(pool.path.read_bytes()[:PAGE]) == Header("prefill-1", layout)
         segment = pool.segment
     assert (segment.owner, segment.device, segment.kind) == ("prefill-1", "cpu", "shm")
     assert (segment.node, segment.handle) == (domain(shm_dir), pool.path.name)
@@ -85,7 +85,7 @@ def test_any_owner_gives_a_plain_file_name(shm_dir: Path, layout: KvLayout, owne
     with closing(ShmPool.create(owner, layout, shm_dir)) as pool:
         assert pool.path.parent == shm_dir
         assert is_name(pool.path.name)
-        assert read_header(pool.path.read_bytes()[:PAGE])[0] == owner
+        assert read_header(pool.path.read_bytes()[:PAGE]).owner == owner
         assert pool.generations.tolist() == [0] * 8
 
 
@@ -153,7 +153,7 @@ def test_a_pool_larger_than_the_folder_is_refused_with_the_sizes(shm_dir: Path, 
 def test_room_that_goes_between_the_question_and_the_reservation_is_the_same_error(
     shm_dir: Path, layout: KvLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm, "_refuse_if_short", lambda *_: None)
+    monkeypatch.setattr(owned, "_refuse_if_short", lambda *_: None)
     with pytest.raises(ShmTooSmall) as caught:
         ShmPool.create("w", _twice_all_of_dev_shm(layout), shm_dir)
     assert caught.value.total > 0
@@ -177,7 +177,7 @@ def test_a_folder_with_too_little_left_is_refused_and_keeps_what_was_free(
     small_tmpfs: Path, layout: KvLayout, monkeypatch: pytest.MonkeyPatch, ask_first: bool
 ) -> None:
     if not ask_first:
-        monkeypatch.setattr(shm, "_refuse_if_short", lambda *_: None)
+        monkeypatch.setattr(owned, "_refuse_if_short", lambda *_: None)
     # Given two thirds of the folder taken by a first pool
     layout = replace(layout, num_blocks=700_000 // layout.block_nbytes)
     with closing(ShmPool.create("first", layout, small_tmpfs)):
@@ -200,7 +200,7 @@ def test_a_failure_after_the_file_was_made_leaves_nothing(
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shm, "pack_header", fail)
+    monkeypatch.setattr(owned, "pack_header", fail)
     with pytest.raises(KeyboardInterrupt):
         ShmPool.create("w", layout, shm_dir)
     monkeypatch.setattr(shmfile, "try_lock", fail)

@@ -4,8 +4,12 @@ KvError
 ├── BadKvRef         a reference, or the memory it names, is not what it says; `raw` keeps the bytes
 ├── LayoutMismatch   the peer's blocks have another layout or other numerics than this worker's
 ├── SegmentGone      the memory cannot be reached from here: owner and file are gone, or it lies on another host
+│   └── StillMapped  an earlier incarnation's memory is still mapped under the same handle
 ├── StaleKv          a block was handed out again: what was copied must not be used
-└── ShmTooSmall      the shared-memory folder has no room for the pool; the message says how much is needed
+├── ShmTooSmall      the shared-memory folder has no room for the pool; the message says how much is needed
+├── GpuTooSmall      the device has no room for the pool
+├── NoCudaRuntime    there is no libcudart that can be loaded
+└── CudaError        a call of the CUDA runtime failed; `fatal` when this process cannot use the device any more
 
 A job whose KV cannot be taken over goes back to the first step, whichever of the first four it was.
 """
@@ -38,6 +42,14 @@ class SegmentGone(KvError):  # noqa: N818
     """The segment's memory cannot be reached from this process."""
 
 
+class StillMapped(SegmentGone):
+    """A handle is open here for other memory that had the same one: forget its `owner` first."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(f"the same handle is still mapped here for the memory of {owner:.100}, which is gone")
+        self.owner = owner
+
+
 class StaleKv(KvError):  # noqa: N818
     """Blocks were handed out again before the copy was finished; `blocks` are their ids."""
 
@@ -57,6 +69,42 @@ class ShmTooSmall(KvError):  # noqa: N818
         self.needed = needed
         self.free = free
         self.total = total
+
+
+class GpuTooSmall(KvError):  # noqa: N818
+    """The device cannot hold the pool. Sizes are bytes."""
+
+    def __init__(self, device: str, needed: int, free: int, total: int) -> None:
+        super().__init__(
+            f"the KV pool needs {_mib(needed)} on {device}, where {_mib(free)} of {_mib(total)} are free: "
+            "use fewer blocks, or end what else runs on this card"
+        )
+        self.needed = needed
+        self.free = free
+        self.total = total
+
+
+class NoCudaRuntime(KvError):  # noqa: N818
+    """No libcudart was found, or the one that was named does not load."""
+
+
+class CudaError(KvError):
+    """A call of the CUDA runtime failed. `code` and `name` are the runtime's, as 700 and cudaErrorIllegalAddress."""
+
+    def __init__(self, call: str, code: int, name: str) -> None:
+        super().__init__(f"{call}: {name} ({code})")
+        self.call = call
+        self.code = code
+        self.name = name
+
+    @property
+    def fatal(self) -> bool:
+        """Whether every later call of this process fails as well, so that only a new process helps."""
+        return self.code in _FATAL
+
+
+#: Errors that leave the device's context unusable: memory faults, launches that failed or hung, hardware errors.
+_FATAL = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
 
 
 def _mib(nbytes: int) -> str:

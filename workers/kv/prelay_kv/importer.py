@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .errors import LayoutMismatch, SegmentGone, StaleKv
+from .errors import LayoutMismatch, SegmentGone, StaleKv, StillMapped
 from .mapping import PeerMapping, ShmMapping
 from .ref import KvRef
 from .segment import SHM_DIR, Segment
@@ -93,8 +93,7 @@ class Importer:
         as before until its generations say otherwise.
         """
         with self._lock:
-            for key in [key for key in self._open if key[0] == owner]:
-                self._drop(key)
+            self._drop_owner(owner)
 
     def close(self) -> None:
         """Forget all peers and refuse further fetches (SegmentGone). Does not wait for running copies."""
@@ -121,15 +120,27 @@ class Importer:
                 raise SegmentGone("this importer is closed")
             item = self._open.get(key)
             if item is None:  # opened under the lock, so that `forget` sees it and nothing is mapped twice
-                item = self._open[key] = _Open(self._openers[ref.segment.kind](ref))
+                item = self._open[key] = _Open(self._open_segment(ref))
             item.users += 1
             return item
+
+    def _open_segment(self, ref: KvRef) -> PeerMapping:
+        opener = self._openers[ref.segment.kind]
+        try:
+            return opener(ref)
+        except StillMapped as error:  # it is dead, and nobody has told us yet: two live ones have not the same handle
+            self._drop_owner(error.owner)
+            return opener(ref)
 
     def _give_back(self, item: _Open) -> None:
         with self._lock:
             item.users -= 1
             if item.lost and not item.users:
                 item.mapping.close()
+
+    def _drop_owner(self, owner: str) -> None:
+        for key in [key for key in self._open if key[0] == owner]:
+            self._drop(key)
 
     def _drop(self, key: tuple[str, str]) -> None:
         item = self._open.pop(key)
