@@ -17,6 +17,7 @@ from prelay_queue.settings import QueueSettings
 from prelay_text.fingerprint import fingerprint
 
 from .apikeys import bearer
+from .cards import places
 from .child import ChildSpec
 from .embedded import EmbeddedServer
 from .errors import CliError
@@ -92,15 +93,20 @@ class Plan:
             "PRELAY_REDIS_URL": self.url,
             "PRELAY_MODEL": str(self.folder),
             "PRELAY_SERVED_MODEL_NAME": self.name,
-            "PRELAY_KV_BLOCKS": str(self.sizes.kv_blocks or 1),
-            "PRELAY_PREFILL_KV_BLOCKS": str(self.sizes.prefill_kv_blocks or 1),
             "PRELAY_THREADS": str(self.sizes.threads),
             "PRELAY_DECODE_NICE": str(self._decode_nice()),
             "PRELAY_METRICS_PORT": "0",  # the API shows those of all
             "PYTHONUNBUFFERED": "1",
         }
         given = {name: value for name, value in self.settings.environment().items() if name not in _KEYS}
-        return inherited | given | decided | self._files() | thread_variables(threads)
+        return inherited | given | decided | self._blocks() | self._files() | thread_variables(threads)
+
+    def _blocks(self) -> dict[str, str]:
+        """Return how large the pools are; on GPUs each worker sees what fits."""
+        if self.settings.device == "cuda" and not self.settings.null_model:
+            return {}
+        kv, prefill = (str(blocks or 1) for blocks in (self.sizes.kv_blocks, self.sizes.prefill_kv_blocks))
+        return {"PRELAY_KV_BLOCKS": kv, "PRELAY_PREFILL_KV_BLOCKS": prefill}
 
     def _decode_nice(self) -> int:
         """Return how far decode workers stand back: for prefill workers, whose cores they share."""
@@ -116,6 +122,8 @@ class Plan:
         command = (*PRELAY, role)
         environment = self.environment(threads) | (self._of_api() if role == "api" else {})
         environment |= variables(self.metrics, name)
+        if place := places(self.settings).get(name):
+            environment |= place.variables()
         before = _sweep_first if role == "prefill" else None
         after = None if role == "api" else self._disown
         return ChildSpec(name, command, environment, stop_s, before_start=before, after_death=after)
@@ -245,7 +253,7 @@ class Fleet:
     def _say_ready(self) -> None:
         sizes, (prefill, decode, unified) = self.plan.sizes, self.plan.settings.counts()
         pools = [
-            f"{count} {role} × {blocks} KV blocks"
+            f"{count} {role} × {blocks} KV blocks" if blocks else f"{count} {role}"
             for count, role, blocks in (
                 (prefill, "prefill", sizes.prefill_kv_blocks),
                 (decode, "decode", sizes.kv_blocks),

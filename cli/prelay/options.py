@@ -56,7 +56,7 @@ class Option:
 #: A command: (values given on the command line, the file named, switches of its own) to an exit code.
 Body = Callable[..., int]
 
-_QUEUE, _WORKERS, _MODEL, _API, _BATCHES = "Queue", "Workers", "Model", "API", "Batches"
+_QUEUE, _WORKERS, _GPU, _MODEL, _API, _BATCHES = "Queue", "Workers", "GPUs", "Model", "API", "Batches"
 
 OPTIONS: dict[str, Option] = {
     option.name: option
@@ -78,7 +78,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "served_model_name", "NAME", "The name that clients ask for.", "the name of the model's folder", _MODEL,
         ),
-        Option("device", "DEVICE", "What workers compute on: cpu; cuda is not built yet.", "cpu", _WORKERS),
+        Option("device", "DEVICE", "What workers compute on: cpu, or cuda (docs/gpu.md).", "cpu", _WORKERS),
         Option("dtype", "TYPE", "auto, float32 or bfloat16.", "auto: bfloat16 where the CPU has it", _MODEL),
         Option(
             "kernels", "KIND", "auto, native or torch. native: C++ that is compiled for this CPU at the first start.",
@@ -95,15 +95,38 @@ OPTIONS: dict[str, Option] = {
         Option("unified", "N", "Number of workers that do both in one process.", "0", _WORKERS),
         Option(
             "kv_blocks", "N", "KV blocks of each decode or unified worker.",
-            "a quarter of the memory shared among them, at most --max-running full contexts, at least one", _WORKERS,
+            "a quarter of the memory shared among them, at most --max-running full contexts, at least one; on a GPU"
+            " what --gpu-memory-utilization leaves", _WORKERS,
         ),
         Option(
             "prefill_kv_blocks", "N", "KV blocks of each prefill worker, in /dev/shm.",
-            "two full contexts, less where /dev/shm or memory is short, at least one", _WORKERS,
+            "two full contexts, less where /dev/shm or memory is short, at least one; on a GPU what"
+            " --gpu-memory-utilization leaves", _WORKERS,
+        ),
+        Option("gpu", "N", "The GPU of this worker, as the driver counts those that it sees.", "0", _GPU),
+        Option(
+            "prefill_gpus", "LIST", "The GPUs of prefill workers, such as 0,1: the first worker has the first, and so"
+            " on, from the front again when there are more workers.", "0", _GPU,
+        ),
+        Option("decode_gpus", "LIST", "Those of decode and unified workers.", "0", _GPU),
+        Option(
+            "gpu_memory_utilization", "SHARE", "Of a GPU's memory, what the workers take that this command starts on"
+            " it, all together and for everything: weights, steps, KV blocks.", "0.9", _GPU,
+        ),
+        Option(
+            "exact", "on|off", "On GPUs: answers that are the same bit for bit whatever runs beside them and however"
+            " often they are preempted. Slower. On CPUs it is always so.", "off", _GPU,
+        ),
+        Option(
+            "cuda_graphs", "on|off", "Capture decode steps as CUDA graphs at the start, and replay them.", "on", _GPU,
+        ),
+        Option(
+            "kv_transport", "KIND", "How KV leaves a prefill worker on a GPU: cuda_ipc, or pinned (through /dev/shm,"
+            " which must be as large as its pool).", "auto: cuda_ipc where processes can map each other's memory", _GPU,
         ),
         Option("block_size", "TOKENS", "Tokens in a KV block.", "16", _WORKERS),
-        Option("max_running", "N", "Sequences that one worker runs at a time.", "64", _WORKERS),
-        Option("prefill_chunk", "TOKENS", "Prompt tokens computed in one step.", "256", _WORKERS),
+        Option("max_running", "N", "Sequences that one worker runs at a time.", "64, on GPUs 256", _WORKERS),
+        Option("prefill_chunk", "TOKENS", "Prompt tokens computed in one step.", "256, on GPUs 2048", _WORKERS),
         Option(
             "batch_step_ms", "MS", "Prompts of batches are computed in steps that take about so long.", "400", _WORKERS,
         ),
@@ -194,8 +217,9 @@ OPTIONS: dict[str, Option] = {
 
 _NULL = ("null_model", "null_divergent", "null_step_ms", "null_prefill_ms", "null_vocab")
 _RUN = (
-    "device", "dtype", "kernels", "quantization", "max_model_len", "block_size", "max_running", "prefill_chunk",
-    "batch_step_ms", "prefix_cache", "max_preemptions", "patience_s", "threads", "metrics_port", "metrics_host", *_NULL,
+    "device", "gpu", "gpu_memory_utilization", "exact", "cuda_graphs", "dtype", "kernels", "quantization",
+    "max_model_len", "block_size", "max_running", "prefill_chunk", "batch_step_ms", "prefix_cache", "max_preemptions",
+    "patience_s", "threads", "metrics_port", "metrics_host", *_NULL,
 )  # fmt: skip
 _COMMON = ("redis_url", "redis_password_file", "model", "log_level", "log_format")
 API = (
@@ -203,15 +227,15 @@ API = (
     "max_queued_tokens", "keep", "shutdown_grace_s", "drain_s",
     "share_port", "files_dir", "batch_redis_url",
 )  # fmt: skip
-PREFILL = (*_COMMON, "prefill_kv_blocks", *_RUN)
+PREFILL = (*_COMMON, "prefill_kv_blocks", "kv_transport", *_RUN)
 DECODE = (*_COMMON, "kv_blocks", "local_prefill_tokens", "decode_nice", *_RUN)
 BATCH_WORKER = (
     *_COMMON, "served_model_name", "files_dir", "batch_redis_url", "max_queued_jobs", "max_queued_tokens",
     "metrics_port", "metrics_host",
 )  # fmt: skip
 UNIFIED = (*_COMMON, "kv_blocks", *_RUN)
-#: Of a single worker only: prelay serve shows the metrics of all its processes at the API.
-_ALONE = ("metrics_port", "metrics_host")
+#: Of a single worker only: prelay serve shows the metrics of all its processes at the API, and gives out GPUs.
+_ALONE = ("metrics_port", "metrics_host", "gpu")
 SERVE = tuple(name for name in OPTIONS if name not in _ALONE)
 
 _CONFIG = inspect.Parameter(

@@ -91,6 +91,8 @@ def run_worker(role: str, settings: Settings) -> int:
         stand_back(settings.decode_nice or 0)  # before there are threads, which would keep what they have
     from prelay_worker.config import NullModel, Role, WorkerConfig
 
+    from .cards import gpu_config
+
     null = NullModel(
         vocab_size=settings.null_vocab,
         divergent=settings.null_divergent,
@@ -106,8 +108,8 @@ def run_worker(role: str, settings: Settings) -> int:
         dtype=settings.dtype,
         kernels=settings.kernels,
         quantization=settings.quantization,
-        max_running=settings.max_running,
-        prefill_chunk=settings.prefill_chunk,
+        max_running=settings.running,
+        prefill_chunk=settings.chunk,
         batch_step_ms=settings.batch_step_ms,
         max_model_len=settings.max_model_len,
         threads=mine.threads,
@@ -118,6 +120,8 @@ def run_worker(role: str, settings: Settings) -> int:
         metrics_port=settings.metrics_port,
         metrics_host=settings.metrics_host,
         null=null if settings.null_model else None,
+        gpu=gpu_config(settings),
+        kv_transport=settings.kv_transport,
     )
     return _entry(role, config)
 

@@ -63,6 +63,15 @@ def _check_block_size(value: int) -> int:
     return value
 
 
+def _check_gpus(value: str) -> str:
+    """Numbers of GPUs, as the driver counts those that are visible here."""
+    parts = value.split(",")
+    if not all(part.strip().isdecimal() and int(part) < 1024 for part in parts):
+        words = "must be numbers of GPUs with commas between, such as 0,1, not '{value}'"
+        raise PydanticCustomError("prelay", words, {"value": value})
+    return ",".join(str(int(part)) for part in parts)
+
+
 def _read_keys(value: object) -> tuple[SecretStr, ...]:
     """From one text with commas, or from a list. What is wrong is told without the key."""
     found = split_keys(value) if isinstance(value, str) else value
@@ -97,6 +106,13 @@ class Settings(BaseSettings):
     model: Annotated[str, Field(min_length=1)] | None = None
     served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     device: Literal["cpu", "cuda"] = "cpu"
+    gpu: Annotated[int, Field(ge=0, le=1023)] = 0
+    prefill_gpus: Annotated[str, AfterValidator(_check_gpus)] = "0"
+    decode_gpus: Annotated[str, AfterValidator(_check_gpus)] = "0"
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    exact: Literal["on", "off"] = "off"
+    cuda_graphs: Literal["on", "off"] = "on"
+    kv_transport: Literal["auto", "cuda_ipc", "pinned"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"
     quantization: Literal["none", "w8a8"] = "none"
@@ -107,8 +123,8 @@ class Settings(BaseSettings):
     kv_blocks: Blocks | None = None
     prefill_kv_blocks: Blocks | None = None
     block_size: Annotated[int, AfterValidator(_check_block_size)] = 16
-    max_running: Annotated[int, Field(ge=1, le=4096)] = 64
-    prefill_chunk: Annotated[int, Field(ge=1, le=1 << 20)] = 256
+    max_running: Annotated[int, Field(ge=1, le=4096)] | None = None
+    prefill_chunk: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     batch_step_ms: Annotated[float, Field(gt=0, le=60_000)] = 400
     prefix_cache: Literal["on", "off"] = "on"
     local_prefill_tokens: Annotated[int, Field(ge=0, le=2**20)] = 0
@@ -169,6 +185,16 @@ class Settings(BaseSettings):
     def jobs_url(self) -> str | None:
         """Where RQ's jobs are: a server of their own, or the queue's."""
         return self.batch_redis_url.get_secret_value() if self.batch_redis_url else self.url
+
+    @property
+    def running(self) -> int:
+        """Sequences that one worker runs at a time."""
+        return self.max_running or (256 if self.device == "cuda" else 64)
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens computed in one step."""
+        return self.prefill_chunk or (2048 if self.device == "cuda" else 256)
 
     def counts(self) -> tuple[int, int, int]:
         """Return the numbers of prefill, decode and unified workers."""

@@ -17,7 +17,7 @@ NULL_BLOCKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Per worker: blocks of a decode or unified pool, blocks of a prefill pool, threads."""
+    """Per worker: blocks of a decode or unified pool, blocks of a prefill pool, threads. 0 blocks: as many as fit."""
 
     kv_blocks: int
     prefill_kv_blocks: int
@@ -34,6 +34,8 @@ def sizes(settings: Settings, geometry: Geometry | None, host: Host) -> Sizes:
     threads = settings.threads or _threads(settings, geometry, host)
     if geometry is None:
         return Sizes(settings.kv_blocks or NULL_BLOCKS, settings.prefill_kv_blocks or NULL_BLOCKS, threads)
+    if settings.device == "cuda":
+        return Sizes(settings.kv_blocks or 0, settings.prefill_kv_blocks or 0, settings.threads or 1)
     pool = _Pool(settings, geometry, host)
     pool.check(prefill, decode + unified)
     return Sizes(pool.decode(decode + unified), pool.prefill(prefill), threads)
@@ -72,7 +74,7 @@ class _Pool:
         if self.settings.kv_blocks or not workers:
             return self.settings.kv_blocks or 0
         share = self.host.memory // 4 // workers
-        most = self.settings.max_running * self.context_blocks
+        most = self.settings.running * self.context_blocks
         return max(self.context_blocks, min(share // self.block_bytes, most))
 
     def prefill(self, workers: int) -> int:

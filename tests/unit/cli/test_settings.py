@@ -14,8 +14,8 @@ from prelay.settings import Settings, load, unknown_variables
 
 def test_every_option_is_a_setting_and_every_setting_an_option() -> None:
     assert set(OPTIONS) == set(Settings.model_fields)
-    # of a worker on its own: prelay serve shows the metrics of all at the API
-    assert set(OPTIONS) - set(SERVE) == {"metrics_port", "metrics_host"}
+    # of a worker on its own: prelay serve shows the metrics of all at the API, and gives out GPUs
+    assert set(OPTIONS) - set(SERVE) == {"metrics_port", "metrics_host", "gpu"}
 
 
 def test_the_command_line_wins_over_the_environment_over_the_file_over_the_default(

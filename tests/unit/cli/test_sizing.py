@@ -11,7 +11,7 @@ import pytest
 from prelay.errors import BadUsage, ModelUnavailable, TooSmall
 from prelay.geometry import Geometry, check_folder, read_geometry
 from prelay.host import Host, this_host
-from prelay.settings import Settings, load
+from prelay.settings import load
 from prelay.sizing import NULL_BLOCKS, Sizes, sizes
 
 GIB = 1 << 30
@@ -30,7 +30,7 @@ def sized(settings: dict[str, str], where: Host, geometry: Geometry | None = SMA
 
 def test_with_much_memory_the_pools_hold_what_can_be_used() -> None:
     found = sized({}, host())
-    assert found.kv_blocks == Settings.model_fields["max_running"].default * CONTEXT_BLOCKS
+    assert found.kv_blocks == load({}, None).running * CONTEXT_BLOCKS
     assert found.prefill_kv_blocks == 2 * CONTEXT_BLOCKS
 
 

@@ -108,7 +108,7 @@ def one(position: int = 3, table: Sequence[int] | Array = (7,), point: float = 0
 def test_a_point_just_below_one_is_not_rounded_to_one() -> None:
     into = buffers()
     into.fill(one(point=1 - 2.0**-53))
-    assert into.first(1).point.item() == 1 - 2.0**-24
+    assert into.first(1).point.item() == 1 - 2.0**-53
 
 
 def test_tables_may_be_arrays() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -8,17 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prelay_engine.errors import ConfigError, ModelError, OutOfMemory
+from prelay_engine.errors import ModelError, OutOfMemory
 from prelay_engine.gpu.memory import (
-    DECODE_SHARE,
     GRAPH_NBYTES,
     OVERHEAD_NBYTES,
-    PREFILL_SHARE,
     CardMemory,
     Demand,
     Measured,
     blocks_for,
-    fractions,
     graphs_nbytes,
     is_out_of_memory,
     measure,
@@ -77,15 +73,13 @@ def test_what_somebody_else_holds_makes_it_less_but_what_is_free_never_makes_it_
     assert nbytes(replace(DEMAND, free=64 * GIB)) == nbytes(DEMAND)
 
 
-@pytest.mark.parametrize("first", ["prefill", "decode"])
+@pytest.mark.parametrize("share", [0.315, 0.585])
 @pytest.mark.parametrize("first_has_taken", [0.0, 0.5, 1.0])
 def test_two_workers_that_start_at_once_both_get_their_share_whatever_the_other_has_taken_yet(
-    first: str, first_has_taken: float
+    share: float, first_has_taken: float
 ) -> None:
-    shares = fractions([("prefill", 0), ("decode", 0)], 0.9)
-    second = "decode" if first == "prefill" else "prefill"
-    demand = replace(DEMAND, fraction=shares[second, 0])
-    others = int(first_has_taken * shares[first, 0] * demand.total)
+    demand = replace(DEMAND, fraction=share)
+    others = int(first_has_taken * (0.9 - share) * demand.total)
     context = 512 << 20
     alone = replace(demand, free=demand.total - demand.held - context)
     assert blocks_for(replace(alone, free=alone.free - others)) == blocks_for(alone)
@@ -106,42 +100,6 @@ def test_without_room_for_one_context_the_message_says_what_is_needed_what_there
         "of the card's 80.0 GiB, but others have taken so much that only 2.0 GiB are left for it: stop them, or "
         "shorten --max-model-len"
     )
-
-
-# Shares
-
-
-def test_prefill_and_decode_beside_each_other_share_by_what_they_keep_others_equally() -> None:
-    assert fractions([("prefill", 0), ("decode", 0)], 1.0) == {
-        ("prefill", 0): PREFILL_SHARE,
-        ("decode", 0): DECODE_SHARE,
-    }
-    assert fractions([("prefill", 0), ("decode", 1)], 0.9) == {("prefill", 0): 0.9, ("decode", 1): 0.9}
-    assert fractions([("decode", 0), ("decode", 0)], 0.9) == {("decode", 0): 0.45}
-    assert fractions([("unified", "GPU-a"), ("unified", "GPU-a")], 0.8) == {("unified", "GPU-a"): 0.4}
-    assert fractions([], 0.9) == {}
-
-
-WORKERS = st.lists(st.tuples(st.sampled_from(["prefill", "decode", "unified"]), st.integers(0, 2)), max_size=8)
-
-
-@given(WORKERS, st.floats(0.1, 1))
-def test_the_workers_of_each_card_take_all_that_they_may_together_and_each_of_them_something(
-    workers: list[tuple[str, int]], utilization: float
-) -> None:
-    shares = fractions(workers, utilization)
-    taken: Counter[int] = Counter()
-    for worker in workers:
-        assert shares[worker] > 0
-        taken[worker[1]] += shares[worker]  # type: ignore[assignment]
-    assert set(shares) == set(workers)
-    assert all(total == pytest.approx(utilization) for total in taken.values())
-
-
-@pytest.mark.parametrize("utilization", [0, -0.5, 1.01, float("nan")])
-def test_a_utilization_that_is_none_is_refused(utilization: float) -> None:
-    with pytest.raises(ConfigError, match="gpu_memory_utilization must be above 0 and at most 1"):
-        fractions([("unified", 0)], utilization)
 
 
 # What a step takes

@@ -348,7 +348,8 @@ class Worker(ABC):
                 continue
             if new.finish is FinishReason.ERROR:
                 self._forget(attempt)
-                self._fail(attempt.claim, "the model computed no finite logits", "model_error", 500, new.seq)
+                why = _FAULTS.get(new.token, "the model computed no finite logits")
+                self._fail(attempt.claim, why, "model_error", 500, new.seq)
                 continue
             note = new.note.encode()
             writes.append(

@@ -6,25 +6,18 @@ card, and from nothing that changes meanwhile; what is free can only make it les
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
-from ..errors import ConfigError, ModelError, OutOfMemory
+from ..errors import ModelError, OutOfMemory
 
 #: What a process takes beside torch's allocator, bytes: CUDA's context, the code of kernels, fragments of allocations.
 #: An estimate, on the safe side.
 OVERHEAD_NBYTES = 768 << 20
 #: What one captured graph takes, bytes, beside memory for its results, which all of them share. An estimate, too.
 GRAPH_NBYTES = 16 << 20
-#: Shares of prefill and decode workers of what they have together. Each holds a copy of the weights. Beyond those, a
-#: prompt's blocks stay for a moment and an answer's until its end: the room for KV is what limits decoding.
-PREFILL_SHARE, DECODE_SHARE = 0.35, 0.65
-
-Device = TypeVar("Device", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +65,6 @@ def _too_small(demand: Demand, own: int, there: int) -> str:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB"
-
-
-def fractions(workers: Sequence[tuple[str, Device]], utilization: float) -> dict[tuple[str, Device], float]:
-    """The share of its card that each worker of a role has on a device, for (role, device) of every worker.
-
-    Those of one card take `utilization` of it together, in equal shares; prefill and decode workers beside each other
-    as PREFILL_SHARE to DECODE_SHARE. Raises ConfigError for a utilization that is none.
-    """
-    if not 0 < utilization <= 1:
-        raise ConfigError("gpu_memory_utilization", "above 0 and at most 1", utilization)
-    counts = Counter(workers)
-    return {(role, device): utilization * _share(role, device, counts) for role, device in counts}
-
-
-def _share(role: str, device: Device, counts: Counter[tuple[str, Device]]) -> float:
-    on_card = sum(count for (_, other), count in counts.items() if other == device)
-    prefill, decode = counts["prefill", device], counts["decode", device]
-    if role not in ("prefill", "decode") or not (prefill and decode):
-        return 1 / on_card
-    pair = (prefill + decode) / on_card
-    return pair * (PREFILL_SHARE / prefill if role == "prefill" else DECODE_SHARE / decode)
 
 
 class LargestStep(Protocol):

@@ -111,15 +111,18 @@ class GpuModel(Model):
     @contextmanager
     def _working(self) -> Iterator[None]:
         """On this device, and done at the end whatever happens; where memory runs out, raise OutOfMemory."""
+        why = None
         with torch.inference_mode(), self._current():
             try:
                 yield
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                raise OutOfMemory(str(error).partition("\n")[0]) from None
+                why = str(error).partition("\n")[0]
             finally:
                 self.synchronize()
+        if why is not None:  # out here, where the error no longer keeps alive what its frames hold on the device
+            raise OutOfMemory(why)
 
     @contextmanager
     def _current(self) -> Iterator[None]:
