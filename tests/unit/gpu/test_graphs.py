@@ -431,3 +431,23 @@ def test_a_capture_that_cannot_be_ended_gives_the_stream_back_and_keeps_its_grap
         capture.capture(4, lambda: None)
     assert cuda.current == "default"
     assert [graph.ended for graph in capture._unfinished] == [False]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("first", "expected", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory, "CUDA out of memory"),
+        (RuntimeError("it waits for the device"), CaptureError, "it waits for the device"),
+    ],
+)
+def test_where_a_failed_step_leaves_a_capture_that_cannot_be_ended_the_step_says_why(
+    cuda: FakeCuda, first: Exception, expected: type[Exception], said: str
+) -> None:
+    cuda.end_fails = RuntimeError("operation failed due to a previous error during capture")
+
+    def run() -> None:
+        if cuda.capturing:
+            raise first
+
+    with pytest.raises(expected, match=said):
+        TorchCapture(torch.device("cuda")).capture(4, run)

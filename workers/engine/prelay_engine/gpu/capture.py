@@ -35,8 +35,7 @@ class TorchCapture:
             try:
                 self._record(graph, run)
             except (RuntimeError, OutOfMemory) as error:  # the former is what torch, CUDA and Triton raise
-                kind = OutOfMemory if is_out_of_memory(error) else CaptureError
-                failure = kind(_first_line(error))
+                failure = _translated(error)
         if failure is not None:  # out here, where the error no longer keeps alive what its frames hold on the device
             self._start_over(graph)
             raise failure
@@ -93,5 +92,13 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _first_line(error: Exception) -> str:
+def _translated(error: Exception) -> OutOfMemory | CaptureError:
+    cause = error.__context__  # what ended the capture early, if that made ending it fail, too
+    for each in (error, cause):
+        if each is not None and is_out_of_memory(each):
+            return OutOfMemory(_first_line(each))
+    return CaptureError(_first_line(error if cause is None else cause))
+
+
+def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
