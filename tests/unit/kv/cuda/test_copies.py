@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -42,7 +43,7 @@ def test_blocks_that_are_neighbours_on_both_sides_are_one_copy(
 def test_the_runs_are_the_pairs_and_no_two_of_them_could_be_one(pairs: list[tuple[int, int]]) -> None:
     runs = coalesced([src for src, _ in pairs], [dst for _, dst in pairs])
     assert [(src + i, dst + i) for src, dst, count in runs for i in range(count)] == pairs
-    for (src, dst, count), after in zip(runs, runs[1:], strict=False):
+    for (src, dst, count), after in pairwise(runs):
         assert (src + count, dst + count) != after[:2]
 
 

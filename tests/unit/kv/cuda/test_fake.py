@@ -172,7 +172,7 @@ def test_a_copy_moves_nothing_before_its_stream_is_synchronised(runtime: Cudart)
     source = ctypes.create_string_buffer(b"new", 3)
     runtime.copy_async(pointer, ctypes.addressof(source), 3, stream)
     assert runtime.read(pointer, 3) == b"old"
-    source[:] = b"now"  # the source is read as late as the target is written
+    source.raw = b"now"  # the source is read as late as the target is written
     runtime.stream_synchronize(stream)
     assert runtime.read(pointer, 3) == b"now"
     runtime.stream_destroy(stream)

@@ -79,10 +79,9 @@ class CudaPool(KvPool):
             undo.pop_all()
             return pool
 
-    @property
     def mapped(self) -> bool:
         """Whether a peer has the blocks mapped now."""
-        return self._file.held
+        return self._file.held()
 
     def close(self) -> None:
         """Keep newcomers out, and free the blocks once all that runs on the device has ended; again does nothing.
@@ -96,7 +95,7 @@ class CudaPool(KvPool):
         with ExitStack() as last:
             last.callback(self._file.close)
             self._file.unlink()
-            if not self._file.held:
+            if not self._file.held():
                 self._runtime.set_device(self._device)
                 self._runtime.device_synchronize()
                 self._runtime.free(self._pointer)
