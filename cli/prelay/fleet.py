@@ -29,7 +29,7 @@ from .readiness import Readiness, base_url
 from .redact import redact
 from .report import Report
 from .roles import thread_variables
-from .segments import sweep_segments
+from .segments import mapped_segments, sweep_segments
 from .settings import Settings
 from .sizing import Sizes
 from .supervisor import Supervisor
@@ -38,6 +38,8 @@ from .supervisor import Supervisor
 WORKER_STOP_S = 15.0
 #: Time for a batch worker to note how far its batch is, in seconds. Another goes on from there.
 BATCH_STOP_S = 10.0
+#: What workers get to unmap a dead one's memory, and how often it is looked whether they have, in seconds.
+UNMAP_S, UNMAP_CHECK_S = 5.0, 0.1
 #: How often it is looked whether the server's socket is still there, in seconds.
 SOCKET_CHECK_S = 2.0
 #: What the API gets beyond its own grace before it is killed, in seconds.
@@ -145,7 +147,14 @@ class Plan:
 
 
 async def _sweep_first() -> None:
-    """A prefill worker that died held its pool in /dev/shm; its successor may need the room."""
+    """A prefill worker that died held its pool in /dev/shm; its successor may need the room.
+
+    On a GPU it held it in memory that is free only when all others have unmapped it, which they do when they see that
+    its file has no owner.
+    """
+    deadline = time.monotonic() + UNMAP_S
+    while await asyncio.to_thread(mapped_segments) and time.monotonic() < deadline:
+        await asyncio.sleep(UNMAP_CHECK_S)
     await asyncio.to_thread(sweep_segments)
 
 

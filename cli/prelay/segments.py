@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from prelay_kv.sweep import sweep
+from prelay_kv.sweep import still_mapped, sweep
 
 from .host import SHM
 
@@ -33,6 +33,11 @@ def segment_files(folder: Path = SHM) -> list[Path]:
 def sweep_segments(folder: Path = SHM) -> tuple[str, ...]:
     """Remove the segments whose owners are dead, and return their names. Those in use are left alone."""
     return sweep(folder)
+
+
+def mapped_segments(folder: Path = SHM) -> tuple[str, ...]:
+    """Return the segments of dead workers whose memory living ones have mapped still."""
+    return still_mapped(folder)
 
 
 def look_at_segments(folder: Path = SHM) -> Segments:

@@ -343,6 +343,9 @@ class Elsewhere(PeerMapping):
     def generations(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self._pool.generations[list(blocks)].tolist())
 
+    def is_orphaned(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.closed += 1
 

@@ -105,6 +105,10 @@ class Transport:
         """Return the workers whose memory is mapped here."""
         return frozenset()
 
+    def orphans(self) -> frozenset[str]:
+        """Return those of `peers` that are dead for certain."""
+        return frozenset()
+
     def forget(self, owner: str) -> None:
         """The worker `owner` is lost: unmap its memory once no copy uses it."""
 

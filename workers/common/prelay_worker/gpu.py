@@ -101,8 +101,8 @@ def gpu_engine(config: WorkerConfig, engine_config: EngineConfig, worker: str) -
         kv, transport = _prefill(config, model, blocks, card, worker)
     else:
         kv, transport = _decode(config, model, blocks, card)
-        capture = TorchCapture(model.device) if engine_config.gpu.graphs and model.graphable else None
-        model.decode_from(kv, config.max_running, capture)
+        captures = engine_config.gpu.graphs and model.graphable and model.device.type == "cuda"
+        model.decode_from(kv, config.max_running, TorchCapture(model.device) if captures else None)
     return Engine(model, kv, engine_config), transport, model
 
 

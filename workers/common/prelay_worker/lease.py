@@ -27,6 +27,9 @@ from .messages import Message, Release, Stop
 
 log = logging.getLogger("prelay.lease")
 
+#: How often it is looked whether peers are dead whose memory is mapped here, ms.
+DEAD_PEERS_MS = 500
+
 
 class LeaseKeeper:
     """Leases, heartbeat and sweep of one worker. `hold`, `export`, `drop` and `stamp` are for other threads."""
@@ -122,6 +125,7 @@ class LeaseKeeper:
             self._sweep: self._times.sweep_ms,
             self._expire: self._times.deadline_check_ms,
             self._forget_lost_peers: self._times.worker_ttl_ms // 3,
+            self._forget_dead_peers: DEAD_PEERS_MS,
         }
         at = {task: time.monotonic() + every / 1000 for task, every in due.items()}
         while not self._stopping.wait(max(0.01, min(at.values()) - time.monotonic())):
@@ -172,6 +176,12 @@ class LeaseKeeper:
             # Redis, this host or this process stood still. Others may have too, and need one lease to renew.
             self._contact_since = None
         self._beaten = (server_ms, time.monotonic())
+
+    def _forget_dead_peers(self) -> None:
+        """On a GPU the successor of a dead worker waits for its memory."""
+        for peer in self._transport.orphans():
+            log.info("unmapping the KV of dead worker %s", peer)
+            self._transport.forget(peer)
 
     def _forget_lost_peers(self) -> None:
         """A mapping pins its owner's memory: unmap the peers whose heartbeat is gone. A later copy maps again."""

@@ -76,6 +76,9 @@ class PeerImport(Transport):
     def forget(self, owner: str) -> None:
         self._importer.forget(owner)
 
+    def orphans(self) -> frozenset[str]:
+        return self._importer.orphans()
+
     def peers(self) -> frozenset[str]:
         return self._importer.owners()
 

@@ -25,6 +25,7 @@ import orjson
 
 from prelay_engine.flag import Flag
 from prelay_engine.sequence import NewToken, Sequence, Step
+from prelay_engine.shrink import NO_MEMORY
 from prelay_queue import trace
 from prelay_queue.client import SyncQueue
 from prelay_queue.job import Claim, FinishReason, Priority
@@ -43,6 +44,9 @@ from .metrics import WorkerMetrics
 from .writer import Begin, Expire, Fail, Forget, GiveUp, Matcher, Recall, Tokens, Write, Writer
 
 log = logging.getLogger("prelay.worker")
+
+#: Why a sequence ended with an error, by what stands in place of its token.
+_FAULTS = {NO_MEMORY: "the worker has not enough memory for this request, even alone"}
 
 #: Builds a stop-string matcher that has seen `ids`; None when the job has no stop strings.
 MatcherFactory = Callable[[Claim], Matcher | None]

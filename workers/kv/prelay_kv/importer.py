@@ -86,6 +86,11 @@ class Importer:
         with self._lock:
             return frozenset(owner for owner, _ in self._open)
 
+    def orphans(self) -> frozenset[str]:
+        """Those of `owners` that are dead, as their files' locks say: nobody need wait for a heartbeat to expire."""
+        with self._lock:
+            return frozenset(key[0] for key, item in self._open.items() if item.mapping.is_orphaned())
+
     def forget(self, owner: str) -> None:
         """Unmap a lost peer's segments, each as soon as no copy runs on it. Does not wait.
 

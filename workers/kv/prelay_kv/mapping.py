@@ -39,6 +39,10 @@ class PeerMapping(ABC):
         """
 
     @abstractmethod
+    def is_orphaned(self) -> bool:
+        """Whether the owner is dead, or has given its pool up. Quick; from any thread until `close`."""
+
+    @abstractmethod
     def close(self) -> None:
         """Unmap. What was taken from `pool` must not be touched afterwards."""
 
@@ -68,6 +72,9 @@ class ShmMapping(PeerMapping):
 
     def generations(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
         return self._file.generations(blocks)
+
+    def is_orphaned(self) -> bool:
+        return self._file.is_orphaned()
 
     def close(self) -> None:
         """Drop the views; the memory goes with the last of them, so a tensor that someone kept stays readable."""

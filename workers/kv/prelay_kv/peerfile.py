@@ -70,6 +70,17 @@ class PeerFile:
         _read_fence()
         return tuple(int(value) for value in self._table[list(blocks)])
 
+    def is_orphaned(self) -> bool:
+        """Whether the owner is dead or has given the file up: its lock is free."""
+        if self._fd is None:
+            return True
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return True
+
     def hold(self) -> None:
         """Tell the owner that its blocks are mapped here, so that it does not free them. SegmentGone when it may have.
 

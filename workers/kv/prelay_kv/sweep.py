@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from pathlib import Path
 
 from .segment import SHM_DIR
-from .shmfile import try_lock
+from .shmfile import is_held, try_lock
 
 
 def sweep(shm_dir: Path = SHM_DIR) -> tuple[str, ...]:
     """Remove the pools whose owners are dead; the names removed. Safe beside other sweeps and starting owners."""
     return tuple(path.name for path in sorted(shm_dir.glob("prelay-*.kv")) if _remove_if_free(path))
+
+
+def still_mapped(shm_dir: Path = SHM_DIR) -> tuple[str, ...]:
+    """The pools of dead owners whose blocks somebody has mapped: on a GPU such memory is not free yet."""
+    return tuple(path.name for path in sorted(shm_dir.glob("prelay-*.kv")) if _is_left_mapped(path))
+
+
+def _is_left_mapped(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(
+            fd, fcntl.LOCK_SH | fcntl.LOCK_NB
+        )  # shared: it takes nothing from a sweep for longer than this look
+        return is_held(fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def _remove_if_free(path: Path) -> bool:

@@ -10,9 +10,9 @@ from ..selftest import WRONG, SelfTest, model_difference
 from .model import GpuModel
 
 #: Sequences beside the one that is looked at, and their length: more rows than a tile has, and than cuBLAS cuts alike.
-_OTHERS, _LENGTH = 5, 40
+_OTHERS, _LENGTH = 3, 24
 #: Positions at its end that are computed as single rows.
-_SINGLE = 5
+_SINGLE = 3
 
 
 @torch.inference_mode()

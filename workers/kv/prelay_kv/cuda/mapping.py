@@ -151,6 +151,9 @@ class CudaMapping(PeerMapping):
         """As they are in the owner's file. A copy must have been synchronised before, and not only enqueued."""
         return self._file.generations(blocks)
 
+    def is_orphaned(self) -> bool:
+        return self._file.is_orphaned()
+
     def close(self) -> None:
         """Wait for everything that runs on the device, then unmap. CudaError when the device is broken."""
         self._pool = torch.empty(0)
