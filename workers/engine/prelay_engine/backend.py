@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import Form
@@ -157,10 +156,24 @@ def _probe_attention(
     form = Form(_scale(query, scaling), sliding_window, softcap)
     index: int = module.layer_idx  # type: ignore[assignment]
     _PROBE.get().layers[index] = Layer(query.shape[1], key.shape[1], key.shape[3], form, s_aux is not None)
-    groups = query.shape[1] // key.shape[1]
-    keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling)
-    return out.transpose(1, 2), None
+    return _plain_attention(query, key, value, form, s_aux).transpose(1, 2), None
+
+
+def _plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Form, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """By the definition, in float32: query [1, head, row, dim], key and value [1, kv_head, row, dim] → like query."""
+    group, rows = query.shape[1] // key.shape[1], query.shape[2]
+    keys, values = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    scores = query.float() @ keys.mT * form.scale
+    if form.softcap is not None:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    distance = torch.arange(rows)[:, None] - torch.arange(rows)
+    seen = (distance >= 0) & (distance < (form.window or rows))
+    scores = scores.masked_fill(~seen.to(scores.device), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(1, -1, 1, 1).expand(1, -1, rows, 1)), dim=-1)
+    return (scores.softmax(-1)[..., :rows] @ values).to(query.dtype)
 
 
 def _serve_attention(

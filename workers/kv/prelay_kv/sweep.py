@@ -27,9 +27,7 @@ def _is_left_mapped(path: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(
-            fd, fcntl.LOCK_SH | fcntl.LOCK_NB
-        )  # shared: it takes nothing from a sweep for longer than this look
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a sweep finds it taken for no longer than this look
         return is_held(fd)
     except OSError:
         return False

@@ -41,7 +41,8 @@ class Norm(nn.Module):
         self.weight, self.eps = norm.weight.contiguous(), norm.eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        heads = x.flatten(0, -3) if x.ndim > 3 else x  # [1, row, head, dim]: a view
+        return rms_norm(heads, self.weight, self.eps).view(x.shape)
 
 
 class GatedMlp(nn.Module):
