@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import e, log2
+
 import torch
 import triton
 import triton.language as tl
@@ -55,7 +56,8 @@ def need_attention(
 @triton.jit  # type: ignore[untyped-decorator]
 def absorb(
     query: tensor, peak: tensor, total: tensor, acc: tensor, place: tensor, table: tensor,
-    keys: tensor, stored: tensor, seen: tensor, scale: tensor, cap: tensor, stride_block: tensor, stride_kind: tensor, stride_slot: tensor,
+    keys: tensor, stored: tensor, seen: tensor, scale: tensor, cap: tensor,
+    stride_block: tensor, stride_kind: tensor, stride_slot: tensor,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPPED: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tensor:  # fmt: skip
     """Take the `keys` [N] (positions) into peak [M], total [M] and acc [M, D]; give these three back.
