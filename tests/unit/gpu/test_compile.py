@@ -12,11 +12,9 @@ import pytest
 
 CASES: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "dim": 128, "group": 4},
-    {"dtype": "bfloat16", "dim": 64, "group": 8, "windowed": True, "sinks": True},
-    {"dtype": "bfloat16", "dim": 256, "group": 2, "windowed": True, "softcap": 50.0},
+    {"dtype": "bfloat16", "dim": 256, "group": 2, "windowed": True, "softcap": 50.0, "sinks": True},
     {"dtype": "float16", "dim": 80, "group": 3, "block_size": 1},
     {"dtype": "float32", "dim": 128, "group": 1},
-    {"dtype": "bfloat16", "dim": 128, "group": 4, "capability": 80},
 ]
 
 #: Bytes of shared memory that a program may have on every card since compute capability 8.0.
@@ -40,8 +38,7 @@ def test_all_kernels_compile_within_a_programs_memory_and_registers(compiled: li
     for case, kernels in zip(CASES, compiled, strict=True):
         for kernel in kernels:
             assert kernel["shared"] <= SHARED, (case, kernel)
-            # Older cards have no instruction that takes its operands from shared memory: a few registers are missing.
-            assert kernel["spilled"] <= (0 if case.get("capability", 90) >= 90 else 64), (case, kernel)
+            assert kernel["spilled"] == 0, (case, kernel)
 
 
 def test_layers_rows_tables_and_windows_need_no_compiling_again(compiled: list[list[dict[str, Any]]]) -> None:
