@@ -78,7 +78,7 @@ def absorb(
     score = tl.dot(query, key, input_precision="ieee") * scale
     if CAPPED:
         # tanh. Far from 0 the power is 0 or infinite, and the quotient 2 or 0.
-        score = cap * (1.0 - 2.0 / (tl.exp2(score * 2.8853900817779268) + 1.0))
+        score = cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E)) + 1.0))
     score = tl.where(seen, score, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
     # A row that has seen nothing so far: -inf - -inf would be NaN.
