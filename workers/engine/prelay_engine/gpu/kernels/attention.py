@@ -30,8 +30,8 @@ def attend(
     pool [block, layer, 2, kv_head, slot, head_dim]; tables int32 [sequence, block] the blocks of each sequence; `tiles`
     of Shape.of(..., exact).rows(group) rows, on the pool's device; out like query, in which rows of no tile are left
     as they are. Scores are query · key · scale, capped to ±softcap by tanh, over the last `window` positions; sinks
-    float32 [head] are scores of one more key of no value. The dtype is the pool's. ValueError where shapes or
-    dtypes do not fit.
+    float32 [head] are scores of one more key of no value. The dtype is the pool's. ValueError where shapes or dtypes do
+    not fit.
 
     Keys are walked from a multiple of the tile's size on, and what a row does not see changes no bit of it: with one
     and the same `exact` a row comes out the same alone, among others and in any chunk.
@@ -98,8 +98,9 @@ def _attend(
     if sinks is not None:
         sink = tl.load(sinks + head, mask=line < rows * GROUP, other=0.0) * LOG2_E
         higher = tl.maximum(peak, sink)
-        fade = tl.exp2(peak - higher)
-        total = total * fade + tl.exp2(sink - higher)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp2(peak - base)
+        total = total * fade + tl.exp2(sink - base)
         acc = acc * fade[:, None]
     # Padding has seen nothing: 0 / 0.
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]

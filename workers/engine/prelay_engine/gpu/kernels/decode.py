@@ -66,9 +66,8 @@ def decode(
     rows, heads, dim = query.shape
     kv_heads, block_size = pool.shape[3:5]
     group = heads // kv_heads
-    need(
-        lengths.dtype == torch.int32 and lengths.shape == (rows,) and lengths.is_contiguous(), "lengths are int32 [row]"
-    )
+    need(lengths.dtype == torch.int32 and lengths.shape == (rows,), "lengths are int32 [row]")
+    need(lengths.is_contiguous(), "lengths lie together")
     need(tables.shape[0] == rows, "there is a table for every row")
     need(scratch.sums.shape[0] >= rows and scratch.sums.shape[1:] == (heads, PARTS, dim), "the scratch is large enough")
     if rows == 0:
@@ -137,8 +136,8 @@ def _decode(
 def _combine(
     lengths: tensor, sums: tensor, stats: tensor, sinks: tensor, out: tensor,
     window: tensor, out_row: tensor, out_head: tensor,
-    SPLIT: tl.constexpr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOWED: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WINDOWED: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> None:  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths + row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import e, log2
+
 import torch
 import triton
 import triton.language as tl
@@ -55,7 +56,8 @@ def need_attention(
 @triton.jit  # type: ignore[untyped-decorator]
 def absorb(
     query: tensor, peak: tensor, total: tensor, acc: tensor, place: tensor, table: tensor,
-    keys: tensor, stored: tensor, seen: tensor, scale: tensor, cap: tensor, stride_block: tensor, stride_kind: tensor, stride_slot: tensor,
+    keys: tensor, stored: tensor, seen: tensor, scale: tensor, cap: tensor,
+    stride_block: tensor, stride_kind: tensor, stride_slot: tensor,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPPED: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tensor:  # fmt: skip
     """Take the `keys` [N] (positions) into peak [M], total [M] and acc [M, D]; give these three back.
@@ -76,7 +78,7 @@ def absorb(
     score = tl.dot(query, key, input_precision="ieee") * scale
     if CAPPED:
         # tanh. Far from 0 the power is 0 or infinite, and the quotient 2 or 0.
-        score = cap * (1.0 - 2.0 / (tl.exp2(score * 2.8853900817779268) + 1.0))
+        score = cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E)) + 1.0))
     score = tl.where(seen, score, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
     # A row that has seen nothing so far: -inf - -inf would be NaN.
