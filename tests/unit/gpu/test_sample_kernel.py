@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,8 +20,8 @@ from prelay_queue.job import Sampling
 VOCAB = 50257
 
 
-def settings_of(seed: int = 0, **values: float) -> Sampling:
-    return Sampling(max_tokens=1, seed=seed, **values)  # type: ignore[arg-type]
+def settings_of(seed: int = 0, **values: Any) -> Sampling:
+    return Sampling(max_tokens=1, seed=seed, **values)
 
 
 def drawn(
@@ -74,7 +75,7 @@ def exact_logits(rows: int, vocab: int, temperature: float, seed: int, step: flo
     ],
     ids=str,
 )
-def test_the_token_is_the_host_samplers_where_sums_are_exact(vocab: int, step: float, values: dict[str, float]) -> None:
+def test_the_token_is_the_host_samplers_where_sums_are_exact(vocab: int, step: float, values: dict[str, Any]) -> None:
     # A temperature whose reciprocal is exact: weights have the same bits in both.
     rows = 1 if vocab == VOCAB else 3
     each = [settings_of(seed, temperature=0.5, **values) for seed in range(rows)]
@@ -114,7 +115,7 @@ def test_any_settings_draw_what_the_host_draws(
     ids=str,
 )
 def test_of_any_logits_it_draws_the_hosts_token_or_its_neighbour_where_rounding_decides(
-    values: dict[str, float],
+    values: dict[str, Any],
 ) -> None:
     each = [settings_of(seed, **values) for seed in range(2)]
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
@@ -172,7 +173,7 @@ def test_of_equal_weights_at_the_bar_those_with_lower_ids_are_left() -> None:
 
 
 @pytest.mark.parametrize("values", [{}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
-def test_what_cannot_be_is_never_drawn_not_even_at_the_ends(values: dict[str, float]) -> None:
+def test_what_cannot_be_is_never_drawn_not_even_at_the_ends(values: dict[str, Any]) -> None:
     logits = torch.full((4, 1000), -torch.inf)
     logits[:, 300:310] = 1.0
     first, *_, last = drawn(logits, [settings_of(**values)] * 4, [0.0, 0.3, 0.9, 1 - 2**-53])

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import triton
 import triton.language as tl
+from triton.language import tensor
 
 Name = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -31,11 +32,10 @@ def silu_mul(gate_up: torch.Tensor, activation: Name = "silu") -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _gated(
-    gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, stride: tl.tensor, ACTIVATION: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:  # fmt: skip
+    gate_up: tensor, out: tensor, width: tensor, stride: tensor, ACTIVATION: tl.constexpr, TILE: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * TILE + tl.arange(0, TILE)
     real = number < width
@@ -52,7 +52,7 @@ def _gated(
     tl.store(out + row * width + number, (gate * up.to(tl.float32)).to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
-def _exp(x: tl.tensor) -> tl.tensor:
+@triton.jit  # type: ignore[untyped-decorator]
+def _exp(x: tensor) -> tensor:
     """e^x, and never infinite: what it divides is 0 for all purposes long before."""
     return tl.exp(tl.minimum(x, 88.0))
