@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language import tensor
 
 #: Tiles of rows that follow one another on the same tiles of a weight, while those are in the L2 cache.
 _GROUP = 8
@@ -69,11 +70,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _linear(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, rows: tl.tensor, columns: tl.tensor,
-    depth: tl.tensor, x_row: tl.tensor, weight_row: tl.tensor, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    x: tensor, weight: tensor, bias: tensor, out: tensor, rows: tensor, columns: tensor, depth: tensor, x_row: tensor,
+    weight_row: tensor, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     # Programs that run at the same time take a square of tiles rather than a line: they share what they read.
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)

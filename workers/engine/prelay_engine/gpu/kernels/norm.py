@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language import tensor
 
 #: Numbers of a row that are worked on at a time, at most.
 _TILE = 4096
@@ -38,10 +39,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _rms_norm(
-    x: tl.tensor, weight: tl.tensor, out: tl.tensor, rows: tl.tensor, row_stride: tl.tensor, head_stride: tl.tensor,
-    eps: tl.tensor, WIDTH: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    x: tensor, weight: tensor, out: tensor, rows: tensor, row_stride: tensor, head_stride: tensor, eps: tensor,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, TILE)[None, :]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language import tensor
 
 #: Logits that a program works on at a time.
 _TILE = 8192
@@ -62,15 +63,14 @@ def _check(logits: torch.Tensor, each: tuple[torch.Tensor, ...], scratch: torch.
     assert logits.stride(1) == scratch.stride(1) == 1
     assert scratch.shape[0] >= rows
     assert scratch.shape[1] >= vocab
-    assert [tensor.dtype for tensor in each] == [single, torch.int32, double, single, double, torch.int64]
-    assert all(tensor.shape == (rows,) and tensor.is_contiguous() for tensor in each)
+    assert [one.dtype for one in each] == [single, torch.int32, double, single, double, torch.int64]
+    assert all(one.shape == (rows,) and one.is_contiguous() for one in each)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _sample(
-    logits: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, point: tl.tensor,
-    out: tl.tensor, scratch: tl.tensor, vocab: tl.tensor, logits_row: tl.tensor, scratch_row: tl.tensor,
-    TILE: tl.constexpr, TILES: tl.constexpr,
+    logits: tensor, temperature: tensor, top_k: tensor, top_p: tensor, min_p: tensor, point: tensor, out: tensor,
+    scratch: tensor, vocab: tensor, logits_row: tensor, scratch_row: tensor, TILE: tl.constexpr, TILES: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_row
@@ -90,8 +90,8 @@ def _sample(
     tl.store(out + row, token.to(tl.int64))
 
 
-@triton.jit
-def _peak(logits: tl.tensor, vocab: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+@triton.jit  # type: ignore[untyped-decorator]
+def _peak(logits: tensor, vocab: tensor, TILE: tl.constexpr) -> tensor:
     """The greatest logit of each lane [TILE], that of all, and where it stands first: -1 for NaN or nothing finite."""
     lane = tl.arange(0, TILE)
     high = tl.full((TILE,), float("-inf"), tl.float32)
@@ -108,34 +108,33 @@ def _peak(logits: tl.tensor, vocab: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
     return high, peak, tl.where(sound, token, -1)
 
 
-@triton.jit
-def _weights(logit: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor) -> tl.tensor:
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(logit: tensor, peak: tensor, slope: tensor, least: tensor) -> tensor:
     """A weight is computed anew wherever it is compared with the bar: always by this, so always to the same bits."""
     weight = tl.exp((logit - peak) * slope)
     return tl.where(weight < least, 0.0, weight)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _tile(
-    logits: tl.tensor, start: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor,
-    TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    logits: tensor, start: tensor, vocab: tensor, peak: tensor, slope: tensor, least: tensor, TILE: tl.constexpr
+) -> tensor:
     """The weights of a tile of ids; 0 beyond the last."""
     token = start + tl.arange(0, TILE)
     logit = tl.load(logits + token, mask=token < vocab, other=float("-inf"))
     return _weights(logit, peak, slope, least)
 
 
-@triton.jit
-def _bits(weight: tl.tensor) -> tl.tensor:
+@triton.jit  # type: ignore[untyped-decorator]
+def _bits(weight: tensor) -> tensor:
     return weight.to(tl.int32, bitcast=True)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _bar(
-    logits: tl.tensor, listed: tl.tensor, vocab: tl.tensor, high: tl.tensor, peak: tl.tensor, slope: tl.tensor,
-    least: tl.tensor, count: tl.tensor, share: tl.tensor, TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    logits: tensor, listed: tensor, vocab: tensor, high: tensor, peak: tensor, slope: tensor, least: tensor,
+    count: tensor, share: tensor, TILE: tl.constexpr,
+) -> tensor:  # fmt: skip
     """The bits of the lightest weight that is left, how many weigh just that, and how many of those are left."""
     # 1. A floor under the bar, and a list of what reaches it.
     whole = tl.full((), 0.0, tl.float64)
@@ -177,8 +176,8 @@ def _bar(
     return bar, ties, left
 
 
-@triton.jit
-def _nth(bits: tl.tensor, n: tl.tensor) -> tl.tensor:
+@triton.jit  # type: ignore[untyped-decorator]
+def _nth(bits: tensor, n: tensor) -> tensor:
     """The nth greatest of a tensor of weights' bits, which are below 2^30; 0 if there are fewer."""
     bar = tl.full((), 0, tl.int32)
     for step in range(30):
@@ -187,21 +186,19 @@ def _nth(bits: tl.tensor, n: tl.tensor) -> tl.tensor:
     return bar
 
 
-@triton.jit
-def _whole(
-    logits: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor, TILE: tl.constexpr
-) -> tl.tensor:
+@triton.jit  # type: ignore[untyped-decorator]
+def _whole(logits: tensor, vocab: tensor, peak: tensor, slope: tensor, least: tensor, TILE: tl.constexpr) -> tensor:
     sums = tl.full((TILE,), 0.0, tl.float64)
     for start in tl.range(0, vocab, TILE, num_stages=2):
         sums += _tile(logits, start, vocab, peak, slope, least, TILE).to(tl.float64)
     return tl.sum(sums, axis=0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _list(
-    logits: tl.tensor, listed: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor,
-    floor: tl.tensor, TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    logits: tensor, listed: tensor, vocab: tensor, peak: tensor, slope: tensor, least: tensor, floor: tensor,
+    TILE: tl.constexpr,
+) -> tensor:  # fmt: skip
     """Store all weights that reach the floor, by rising id. Returns how many."""
     length = tl.full((), 0, tl.int32)
     for start in tl.range(0, vocab, TILE, num_stages=2):
@@ -213,8 +210,8 @@ def _list(
     return length
 
 
-@triton.jit
-def _reach(listed: tl.tensor, length: tl.tensor, bar: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+@triton.jit  # type: ignore[untyped-decorator]
+def _reach(listed: tensor, length: tensor, bar: tensor, TILE: tl.constexpr) -> tensor:
     """How many of the listed weights reach the bar, and their sum."""
     counts = tl.full((TILE,), 0, tl.int32)
     sums = tl.full((TILE,), 0.0, tl.float64)
@@ -227,8 +224,8 @@ def _reach(listed: tl.tensor, length: tl.tensor, bar: tl.tensor, TILE: tl.conste
     return tl.sum(counts, axis=0), tl.sum(sums, axis=0)
 
 
-@triton.jit
-def _highest(listed: tl.tensor, length: tl.tensor, count: tl.tensor, goal: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+@triton.jit  # type: ignore[untyped-decorator]
+def _highest(listed: tensor, length: tensor, count: tensor, goal: tensor, TILE: tl.constexpr) -> tensor:
     """The highest bar that at least `count` listed weights reach, which make up at least `goal`; 0 if they do not."""
     bar = tl.full((), 0, tl.int32)
     for step in range(30):
@@ -238,11 +235,11 @@ def _highest(listed: tl.tensor, length: tl.tensor, count: tl.tensor, goal: tl.te
     return bar
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _nth_tie(
-    logits: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor, bar: tl.tensor,
-    n: tl.tensor, TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    logits: tensor, vocab: tensor, peak: tensor, slope: tensor, least: tensor, bar: tensor, n: tensor,
+    TILE: tl.constexpr,
+) -> tensor:  # fmt: skip
     """The id of the nth of those that weigh just the bar."""
     seen = tl.full((), 0, tl.int32)
     before = tl.full((), 0, tl.int32)
@@ -256,11 +253,11 @@ def _nth_tie(
     return found + tl.sum((tl.cumsum(tie, axis=0) < n - before).to(tl.int32), axis=0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _pick(
-    logits: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor, bar: tl.tensor,
-    last: tl.tensor, point: tl.tensor, TILE: tl.constexpr, TILES: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    logits: tensor, vocab: tensor, peak: tensor, slope: tensor, least: tensor, bar: tensor, last: tensor, point: tensor,
+    TILE: tl.constexpr, TILES: tl.constexpr,
+) -> tensor:  # fmt: skip
     """The id at which the share `point` of the weights left is passed: by tiles, then within one."""
     number = tl.arange(0, TILES)
     sums = tl.full((TILES,), float("inf"), tl.float64)
@@ -281,11 +278,11 @@ def _pick(
     return tl.min(tl.where(passed, token, final), axis=0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _left(
-    logits: tl.tensor, start: tl.tensor, vocab: tl.tensor, peak: tl.tensor, slope: tl.tensor, least: tl.tensor,
-    bar: tl.tensor, last: tl.tensor, TILE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    logits: tensor, start: tensor, vocab: tensor, peak: tensor, slope: tensor, least: tensor, bar: tensor, last: tensor,
+    TILE: tl.constexpr,
+) -> tensor:  # fmt: skip
     """The weights of a tile of ids; 0 for those that top_k and top_p do not leave."""
     weight = _tile(logits, start, vocab, peak, slope, least, TILE)
     bits = _bits(weight)

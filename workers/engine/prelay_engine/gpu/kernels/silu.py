@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import triton
 import triton.language as tl
+from triton.language import tensor
 
 Name = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -31,22 +32,27 @@ def silu_mul(gate_up: torch.Tensor, activation: Name = "silu") -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _gated(
-    gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, stride: tl.tensor, ACTIVATION: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:  # fmt: skip
+    gate_up: tensor, out: tensor, width: tensor, stride: tensor, ACTIVATION: tl.constexpr, TILE: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * TILE + tl.arange(0, TILE)
     real = number < width
     gate = tl.load(gate_up + row * stride + number, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + width + number, mask=real, other=0.0)
     if ACTIVATION == "silu":
-        gate = gate / (1.0 + tl.exp(-gate))
+        gate = gate / (1.0 + _exp(-gate))
     elif ACTIVATION == "gelu":
         gate = (tl.erf(gate * 0.7071067811865476) + 1.0) * gate * 0.5
     else:
         # (1 + tanh(t)) / 2 = 1 / (1 + e^-2t), with t = sqrt(2 / π) · (x + 0.044715 x³)
-        gate = gate / (1.0 + tl.exp((gate * gate * 0.044715 + 1.0) * gate * -1.5957691216057308))
+        gate = gate / (1.0 + _exp((gate * gate * 0.044715 + 1.0) * gate * -1.5957691216057308))
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * width + number, (gate * up.to(tl.float32)).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _exp(x: tensor) -> tensor:
+    """e^x, and never infinite: what it divides is 0 for all purposes long before."""
+    return tl.exp(tl.minimum(x, 88.0))
