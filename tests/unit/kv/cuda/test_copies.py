@@ -188,3 +188,24 @@ def test_a_closed_copier_takes_nothing_more(counted: Counted, pools: tuple[int, 
     with pytest.raises(ValueError, match="closed"):
         copier.copy(pools[0], [1], pools[1], [1], BLOCK)
     assert counted.copies == 0
+
+
+def test_a_copier_is_not_closed_under_a_copy(counted: Counted, pools: tuple[int, int]) -> None:
+    destroyed = threading.Event()
+
+    class Closing(Counted):
+        def stream_synchronize(self, stream: int) -> None:
+            closer.start()
+            assert not destroyed.wait(0.05)
+            super().stream_synchronize(stream)
+
+        def stream_destroy(self, stream: int) -> None:
+            destroyed.set()
+            super().stream_destroy(stream)
+
+    copier = Copier(Closing(), 0)
+    closer = threading.Thread(target=copier.close)
+    copier.copy(pools[0], [3], pools[1], [0], BLOCK)
+    closer.join()
+    assert destroyed.is_set()
+    assert numbers(pools[1])[0] == 3

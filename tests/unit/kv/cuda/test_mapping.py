@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -28,7 +29,7 @@ from prelay_kv.peerfile import PeerFile
 from prelay_kv.ref import KvRef
 from prelay_kv.segment import domain
 from prelay_kv.shm import ShmPool
-from prelay_kv.shmfile import PAGE, CudaExport, Header, pack_header, read_header
+from prelay_kv.shmfile import MAGIC, PAGE, CudaExport, Header, Parts, pack_header, read_header
 from tests.bed.cudart import FakeGpus
 
 MIB = 1 << 20
@@ -333,6 +334,36 @@ def test_a_mapping_is_not_closed_under_a_copy_that_was_only_enqueued(
     runtime.stream_destroy(stream)
 
 
+def test_a_mapping_waits_for_its_own_device_from_any_thread(
+    pool: CudaPool, gpus: FakeGpus, runtime: Cudart, layout: KvLayout, shm_dir: Path
+) -> None:
+    # Given a mapping for the second card, and a copy enqueued on it
+    gpus.set(devices=2)
+    ref = a_ref(pool, 5)
+    mapping = CudaMapping.open(ref, runtime=runtime, device=1, torch_device="cpu", shm_dir=shm_dir)
+    target, stream = torch.zeros(layout.shape[1:]), runtime.stream_create()
+    runtime.copy_async(target.data_ptr(), mapping.pool(ref)[5].data_ptr(), layout.block_nbytes, stream)
+    # When a thread closes it that has not chosen a device
+    closer = threading.Thread(target=mapping.close)
+    closer.start()
+    closer.join()
+    # Then the copy had ended before
+    runtime.stream_synchronize(stream)
+    assert target.eq(5).all()
+    runtime.stream_destroy(stream)
+    runtime.set_device(0)
+
+
+def test_a_view_of_the_file_that_was_kept_holds_nothing_back(pool: CudaPool, shm_dir: Path, layout: KvLayout) -> None:
+    file = PeerFile.open(a_ref(pool, 0), Parts.beside(layout), shm_dir)
+    file.hold()
+    kept = file.memory()
+    assert pool.mapped()
+    file.close()
+    assert not pool.mapped()
+    assert kept[:8] == MAGIC
+
+
 def test_a_peer_forgotten_during_a_copy_stays_mapped_until_the_copy_has_ended(
     pool: CudaPool, importer: Importer, runtime: Cudart, layout: KvLayout, gpus: FakeGpus
 ) -> None:
@@ -457,8 +488,8 @@ def test_nothing_of_a_refused_mapping_keeps_its_file(
     pool: CudaPool, open_: Callable[[KvRef], CudaMapping], mapped: Callable[[], int], gpus: FakeGpus
 ) -> None:
     before = mapped()
-    gpus.set(fail="cudaStreamSynchronize=999")
-    with pytest.raises(SegmentGone):
+    gpus.set(fail="cudaStreamSynchronize=1")  # which says nothing about the peer's GPU
+    with pytest.raises(SegmentGone, match=r"cudaStreamSynchronize: cudaErrorInvalidValue \(1\)$"):
         open_(a_ref(pool, 0))
     gpus.set(fail=None)
     gc.collect()

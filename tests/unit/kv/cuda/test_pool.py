@@ -19,6 +19,7 @@ from prelay_kv.cuda.runtime import Cudart
 from prelay_kv.cuda.tensors import wrap
 from prelay_kv.errors import CudaError, GpuTooSmall, ShmTooSmall
 from prelay_kv.layout import KvLayout
+from prelay_kv.owned import OwnedFile
 from prelay_kv.segment import domain
 from prelay_kv.shmfile import PAGE, CudaExport, Parts, hold, let_go, read_header
 from prelay_kv.sweep import sweep
@@ -148,7 +149,17 @@ def test_a_device_that_is_too_small_is_an_error_with_the_sizes_and_leaves_nothin
     assert gpus.pending_error() == 0
 
 
-@pytest.mark.parametrize("call", ["cudaSetDevice", "cudaMalloc", "cudaIpcGetMemHandle", "cudaGetDeviceProperties"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cudaSetDevice",
+        "cudaMalloc",
+        "cudaDeviceSynchronize",
+        "cudaGetDeviceProperties",
+        "cudaMemcpyAsync",
+        "cudaIpcGetMemHandle",
+    ],
+)
 def test_a_call_that_fails_while_the_pool_is_made_leaves_nothing(
     layout: KvLayout, runtime: Cudart, gpus: FakeGpus, shm_dir: Path, call: str
 ) -> None:
@@ -215,6 +226,21 @@ def test_a_peer_that_has_let_go_holds_nothing_back(
 def test_a_sweep_leaves_a_living_owner_s_file_alone(pool: CudaPool, shm_dir: Path) -> None:
     assert sweep(shm_dir) == ()
     assert pool.path.exists()
+
+
+def test_peers_are_asked_for_after_the_file_is_gone(
+    layout: KvLayout, runtime: Cudart, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[Path]] = []
+
+    def held(_: OwnedFile) -> bool:
+        seen.append(list(shm_dir.iterdir()))
+        return False
+
+    pool = make(layout, runtime, shm_dir)
+    monkeypatch.setattr(OwnedFile, "held", held)
+    pool.close()
+    assert seen == [[]]
 
 
 def test_a_device_that_breaks_still_lets_the_file_go(

@@ -174,4 +174,5 @@ def _export(file: PeerFile, ref: KvRef) -> CudaExport:
 
 
 def _advice(error: CudaError) -> str:
-    return f"; {_ADVICE[error.code]}" if error.code in _ADVICE else ""
+    known = error.call == "cudaIpcOpenMemHandle" and error.code in _ADVICE
+    return f"; {_ADVICE[error.code]}" if known else ""
