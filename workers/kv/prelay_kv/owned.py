@@ -49,7 +49,6 @@ class OwnedFile:
     def closed(self) -> bool:
         return self._fd is None
 
-    @property
     def held(self) -> bool:
         """Whether anybody has said that it has the blocks mapped; see shmfile.hold. True when that cannot be told."""
         try:
