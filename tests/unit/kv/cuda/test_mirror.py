@@ -39,8 +39,18 @@ class Watched(Cudart):
         self.copied = 0  # bytes
         self.copies = 0
         self.refused_copy: int | None = None
+        self.streams: set[int] = set()
         self.log: list[tuple[str, int, int, bool]] = []
         self.unregister_fails = False
+
+    def stream_create(self) -> int:
+        stream = super().stream_create()
+        self.streams.add(stream)
+        return stream
+
+    def stream_destroy(self, stream: int) -> None:
+        super().stream_destroy(stream)
+        self.streams.remove(stream)
 
     def copy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self.copies += 1
@@ -208,43 +218,57 @@ def test_two_threads_that_export_at_once_take_turns(pools: Pools, mirror: Mirror
     assert pools.wrong([0, 1, 2, 5]) == []
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
+class Texts:
+    """Sequences that share full blocks, grow in their last one, are exported at any time, and go."""
+
+    def __init__(self, pools: Pools, mirror: Mirror) -> None:
+        self.pools, self.mirror = pools, mirror
+        self.size = pools.layout.block_size
+        self.ids = BlockPool(pools.layout.num_blocks)
+        self.tokens: dict[str, int] = {}
+        self.written = 100
+
+    def come(self, key: str, like: str) -> None:
+        shared = self.ids.blocks(like)[: self.tokens[like] // self.size] if like in self.tokens else ()
+        if key not in self.tokens and self.ids.available:
+            self.ids.take(key, 1, shared=shared)
+            self.tokens[key] = len(shared) * self.size
+
+    def grow(self, key: str) -> None:
+        index, slot = divmod(self.tokens[key], self.size)
+        if index == self.ids.count(key) and self.ids.available:
+            self.ids.take(key, 1)
+        if index < self.ids.count(key):
+            self.written += 1
+            self.pools.tensor[self.ids.blocks(key)[index], ..., slot, :] = self.written
+            self.tokens[key] += 1
+
+    def export(self, key: str) -> None:
+        blocks = list(self.ids.blocks(key))[: -(-self.tokens[key] // self.size)]
+        self.mirror.copy(blocks, [int(x) for x in self.ids.generations[blocks]])
+        assert self.pools.wrong(blocks) == []
+
+    def go(self, key: str) -> None:
+        self.ids.give_back(key)
+        del self.tokens[key]
+
+
+KEYS = st.sampled_from("abc")
+MOVES = st.tuples(st.sampled_from(["come", "grow", "grow", "grow", "export", "export", "go"]), KEYS, KEYS)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(MOVES, max_size=40))
 def test_whatever_is_exported_the_mirror_holds_what_the_device_does(
-    pools: Pools, layout: KvLayout, data: st.DataObject
+    pools: Pools, moves: list[tuple[str, str, str]]
 ) -> None:
-    """Sequences come, share a prefix of full blocks, grow in their last block, are exported at any time, and go."""
-    ids = BlockPool(layout.num_blocks, np.zeros(layout.num_blocks, np.uint64))
-    tokens: dict[str, int] = {}
-    stamp = 1
     with closing(Mirror(pools.tensor, pools.host, pools.runtime, 0)) as mirror:
-        for step in range(data.draw(st.integers(1, 12))):
-            move = data.draw(st.sampled_from(["come", "grow", "export", "go"]))
-            if move == "come" or not tokens:
-                whose = data.draw(st.sampled_from(sorted(tokens))) if tokens else None
-                shared = list(ids.blocks(whose))[: tokens[whose] // layout.block_size] if whose else []
-                if ids.available:
-                    ids.take(str(step), 1, shared=shared)
-                    tokens[str(step)] = len(shared) * layout.block_size
-            key = data.draw(st.sampled_from(sorted(tokens))) if tokens else None
-            if key is None:
-                continue
-            if move == "grow":
-                for _ in range(data.draw(st.integers(1, 5))):
-                    index, slot = divmod(tokens[key], layout.block_size)
-                    if index == ids.count(key):
-                        if not ids.available:
-                            break
-                        ids.take(key, 1)
-                    pools.tensor[ids.blocks(key)[index], ..., slot, :] = stamp = stamp + 1
-                    tokens[key] += 1
-            elif move == "go":
-                ids.give_back(key)
-                del tokens[key]
-            elif move == "export" and tokens[key]:
-                blocks = list(ids.blocks(key))[: -(-tokens[key] // layout.block_size)]
-                mirror.copy(blocks, [int(x) for x in ids.generations[blocks]])
-                assert pools.wrong(blocks) == []
+        texts = Texts(pools, mirror)
+        for move, key, like in moves:
+            if move == "come":
+                texts.come(key, like)
+            elif key in texts.tokens:
+                getattr(texts, move)(key)
 
 
 # Pinning on the owner's side
@@ -285,17 +309,7 @@ def test_a_device_that_breaks_while_memory_is_pinned_leaves_nothing_open(pools: 
     with pytest.raises(CudaError, match="700"):
         Mirror(pools.tensor, pools.host, pools.runtime, 0)
     gpus.set(fail=None)
-    assert streams_open(pools.runtime) == 0
-
-
-def streams_open(runtime: Cudart) -> int:
-    """Streams that were created before and not destroyed: how far the next one is from the first place."""
-    first = runtime.stream_create()
-    runtime.stream_destroy(first)
-    copier = Copier(runtime, 0)
-    again = copier._stream
-    copier.close()
-    return int(again != first)
+    assert pools.runtime.streams == set()
 
 
 def test_memory_that_cannot_be_unpinned_stays_mapped(

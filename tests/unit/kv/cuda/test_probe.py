@@ -69,8 +69,8 @@ def test_memory_that_cannot_be_exported_needs_no_child(gpus: FakeGpus, runtime: 
 def test_a_child_that_hangs_is_killed_before_the_memory_goes(gpus: FakeGpus) -> None:
     # Given a child that has the memory mapped and never ends
     code = (
-        "import json, sys, time; from prelay_kv.cuda.runtime import Cudart; "
-        "request = json.loads(sys.stdin.readline()); Cudart(request['library']).ipc_open(bytes.fromhex(request['handle'])); time.sleep(60)"
+        "import json, sys, time; from prelay_kv.cuda.runtime import Cudart; asked = json.loads(sys.stdin.readline()); "
+        "Cudart(asked['library']).ipc_open(bytes.fromhex(asked['handle'])); time.sleep(60)"
     )
 
     class Watched(Cudart):
@@ -84,6 +84,13 @@ def test_a_child_that_hangs_is_killed_before_the_memory_goes(gpus: FakeGpus) -> 
     # Then it is given up, and nobody had the memory mapped any more when it was freed
     assert found == ProbeResult(False, "no answer in 1 s")
     assert left == [0]
+
+
+def test_a_worker_that_is_stopped_meanwhile_takes_the_child_with_it(gpus: FakeGpus, runtime: Cudart) -> None:
+    stop = "import os, signal, sys, time; sys.stdin.readline(); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        run_probe(runtime, 0, command=child(stop))
+    assert gpus.used() == 0
 
 
 def test_a_child_that_dies_is_told_by_its_signal(runtime: Cudart) -> None:
@@ -119,15 +126,13 @@ def test_what_a_driver_says_before_the_answer_does_not_disturb(runtime: Cudart) 
     assert run_probe(runtime, 0, command=child(code)).ok
 
 
-def test_a_device_that_the_child_does_not_see_is_named(
-    gpus: FakeGpus, runtime: Cudart, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_the_child_does_not_see_is_named(gpus: FakeGpus, runtime: Cudart) -> None:
     gpus.set(devices=2)
     uuid = runtime.device_uuid(1)
     code = "import os; os.environ['FAKE_CUDART_VISIBLE'] = '0'; from prelay_kv.cuda.probe import main; main()"
     found = run_probe(runtime, 1, command=child(code))
     assert not found.ok
-    assert f"LookupError: {uuid} is not among" in found.what.replace("'", "")
+    assert f"LookupError: {uuid} is not among" in found.what
 
 
 @pytest.mark.parametrize("call", ["cudaMalloc", "cudaMemcpyAsync"])
@@ -161,6 +166,16 @@ def test_the_facts_name_the_devices_that_cannot_reach_this_one(gpus: FakeGpus, r
     gpus.set(devices=4, no_p2p="0-2,1-3,2-3")
     assert gather(runtime, 0) == Facts(without_peer_access=(2,), probe=ProbeResult(True))
     assert gather(runtime, 3) == Facts(without_peer_access=(1, 2), probe=ProbeResult(True))
+
+
+def test_what_counts_is_the_way_from_the_other_device_to_this_one(gpus: FakeGpus) -> None:
+    class OneWay(Cudart):
+        def can_access_peer(self, device: int, peer: int) -> bool:
+            return (device, peer) == (1, 0)
+
+    gpus.set(devices=2)
+    assert gather(OneWay(library()), 0).without_peer_access == ()
+    assert gather(OneWay(library()), 1).without_peer_access == (0,)
 
 
 def test_a_slice_of_a_card_is_known_without_a_probe(

@@ -88,12 +88,23 @@ def run_probe(
 def _ask(request: _Request, pattern: bytes, command: Sequence[str], timeout_s: float) -> ProbeResult:
     line = json.dumps(asdict(request)).encode() + b"\n"
     try:
-        done = subprocess.run(command, input=line, capture_output=True, timeout=timeout_s, check=False)
+        return _result(_run(command, line, timeout_s), pattern)
     except subprocess.TimeoutExpired:
         return ProbeResult(False, f"no answer in {timeout_s:g} s")
     except OSError as error:
         return ProbeResult(False, f"{command[0]} could not be started: {error.strerror}")
-    return _result(done, pattern)
+
+
+def _run(command: Sequence[str], line: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    """As subprocess.run, which does not wait for the child's end when this process is interrupted."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as child:
+        try:
+            output, errors = child.communicate(line, timeout_s)
+        finally:
+            child.kill()  # nothing, if it has ended
+            child.wait()
+    return subprocess.CompletedProcess(command, child.returncode, output, errors)
 
 
 def _result(done: subprocess.CompletedProcess[bytes], pattern: bytes) -> ProbeResult:
@@ -121,7 +132,7 @@ def _last_line(output: bytes) -> str:
 
 
 def main() -> None:
-    """Answer the request on standard input with a line of JSON. Whatever is not a failed call ends it with a traceback."""
+    """Answer the request on standard input by a line of JSON. What is no failed call ends it with a traceback."""
     signal.setitimer(signal.ITIMER_REAL, 2 * LIMIT_S)  # SIGALRM ends it should its parent have died, wherever it hangs
     request = _Request(**json.loads(sys.stdin.readline()))
     print(json.dumps(_answer(request)), flush=True)
