@@ -34,7 +34,7 @@ def places(settings: Settings) -> Mapping[str, Place]:
     """Return the place of each worker that `prelay serve` starts, by name; none where they compute on CPUs."""
     if settings.device != "cuda" or settings.null_model:
         return {}
-    found = {}
+    found: dict[str, Place] = {}
     for role, count, listed in zip(
         ("prefill", "decode", "unified"),
         settings.counts(),

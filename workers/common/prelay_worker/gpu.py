@@ -8,13 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from prelay_kv.cuda.copies import Copier
-from prelay_kv.cuda.mapping import CudaMapping
-from prelay_kv.cuda.mirror import Mirror, PinnedMapping
-from prelay_kv.cuda.paths import CUDA_IPC
-from prelay_kv.cuda.pool import CudaPool
-from prelay_kv.cuda.probe import choose_path
-from prelay_kv.cuda.runtime import Cudart
 
 from prelay_engine.blocks import BlockPool
 from prelay_engine.config import EngineConfig
@@ -24,6 +17,13 @@ from prelay_engine.gpu.loading import load_on_gpu
 from prelay_engine.gpu.model import GpuModel
 from prelay_engine.gpu.sizing import kv_blocks
 from prelay_engine.kv import PagedKv
+from prelay_kv.cuda.copies import Copier
+from prelay_kv.cuda.mapping import CudaMapping
+from prelay_kv.cuda.mirror import Mirror, PinnedMapping
+from prelay_kv.cuda.paths import CUDA_IPC
+from prelay_kv.cuda.pool import CudaPool
+from prelay_kv.cuda.probe import choose_path
+from prelay_kv.cuda.runtime import Cudart
 from prelay_kv.importer import Importer, Opener
 from prelay_kv.segment import SHM_DIR, domain
 from prelay_kv.shm import ShmPool
