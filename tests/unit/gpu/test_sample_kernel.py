@@ -176,9 +176,9 @@ def test_of_equal_weights_at_the_bar_those_with_lower_ids_are_left() -> None:
 def test_what_cannot_be_is_never_drawn_not_even_at_the_ends(values: dict[str, Any]) -> None:
     logits = torch.full((4, 1000), -torch.inf)
     logits[:, 300:310] = 1.0
-    first, *_, last = drawn(logits, [settings_of(**values)] * 4, [0.0, 0.3, 0.9, 1 - 2**-53])
+    first, _, last, beyond = drawn(logits, [settings_of(**values)] * 4, [0.0, 0.3, 1 - 2**-53, 1.0])
     assert first == 300
-    assert last == {"top_k": 302, "top_p": 304}.get("".join(values), 309)
+    assert last == beyond == {"top_k": 302, "top_p": 304}.get("".join(values), 309)
 
 
 def test_cold_and_hot_rows_are_drawn_without_overflow() -> None:

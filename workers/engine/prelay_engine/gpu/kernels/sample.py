@@ -266,7 +266,7 @@ def _pick(
         weight = _left(logits, start, vocab, peak, slope, least, bar, last, TILE)
         total += tl.sum(weight.to(tl.float64), axis=0)
         sums = tl.where(number == start // TILE, total, sums)
-    # The product may be rounded up to the total: then it is the number before that.
+    # Below the total whatever the point is and however products are rounded: so a tile passes it.
     target = tl.minimum(point * total, (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True))
     tile = tl.sum((sums <= target).to(tl.int32), axis=0)
     before = tl.max(tl.where(number < tile, sums, 0.0), axis=0)
