@@ -219,4 +219,5 @@ class GpuModel(Model):
     @property
     def how(self) -> str:
         parts = (f"Triton attention on {self.device}", "exact products" if self.config.exact else "cuBLAS")
-        return ", ".join((*parts, "CUDA graphs" if self.config.graphs and self._decoder is not None else "no graphs"))
+        graphs = None if self._decoder is None else self._decoder.graphs
+        return ", ".join((*parts, graphs or "no CUDA graphs"))
