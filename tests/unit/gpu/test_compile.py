@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
 CASES: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "dim": 128, "group": 4},
     {"dtype": "bfloat16", "dim": 256, "group": 2, "windowed": True, "softcap": 50.0, "sinks": True},

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
 Launch = dict[str, Any]
 
 
