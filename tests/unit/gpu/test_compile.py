@@ -1,3 +1,5 @@
+"""The attention kernels compile for Hopper without a card: what the interpreter accepts the compiler may not."""
+
 from __future__ import annotations
 
 import json

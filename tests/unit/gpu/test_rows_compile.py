@@ -1,3 +1,5 @@
+"""The kernels of rows compile for Hopper without a card, fit a multiprocessor and keep to its registers."""
+
 from __future__ import annotations
 
 import json
