@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from prelay_engine.config import GpuConfig
 from prelay_queue import failpoints
 from prelay_queue.settings import QueueSettings, QueueTimes
 from prelay_worker.config import NullModel, Role, WorkerConfig
@@ -40,12 +41,13 @@ def _queue(data: dict[str, Any]) -> QueueSettings:
 
 def decode(raw: str) -> WorkerConfig:
     data: dict[str, Any] = orjson.loads(raw)
-    queue, null, model = data.pop("queue"), data.pop("null"), data.pop("model")
+    queue, null, model, gpu = (data.pop(name) for name in ("queue", "null", "model", "gpu"))
     return WorkerConfig(
         **{**data, "role": Role(data["role"])},
         queue=_queue(queue),
         null=NullModel(**{**null, "eos_ids": tuple(null["eos_ids"])}) if null else None,
         model=Path(model) if model else None,
+        gpu=GpuConfig(**gpu) if gpu else None,
     )
 
 

@@ -188,7 +188,7 @@ def test_an_exporter_that_dies_in_the_middle_of_a_copy_leaves_it_whole_and_is_un
     prefill.kill()
     assert set(segments) <= set(sweep())
     fleet.queue.run(fleet.queue.scripts.disown(prefill.id))  # as its supervisor does
-    until(lambda: "unmapping the KV of lost worker" in decode.log)
+    until(lambda: "unmapping the KV of dead worker" in decode.log)
     assert fleet.state(first) == "adopting", "the copy was not slow enough"
     assert names_in(decode, segments) == segments
     until(lambda: fleet.state(first) in ("decode", "done"))

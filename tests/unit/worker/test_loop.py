@@ -9,7 +9,7 @@ import pytest
 
 from prelay_queue.job import Priority
 from prelay_worker.config import Role
-from prelay_worker.errors import HandoverBroken, HandoverStale
+from prelay_worker.errors import DeviceBroken, HandoverBroken, HandoverStale
 from prelay_worker.messages import Copied, Evict, Exported, Message, Release, Stop
 from prelay_worker.worker import Worker
 from prelay_worker.writer import Adopt, Fail, GiveUp, Handoff, Tokens, Write
@@ -215,6 +215,13 @@ def test_a_stale_export_sends_the_job_back_to_step_one() -> None:
     give(worker, Copied(KEY, HandoverStale("overwritten")))
     assert [type(write) for write in writes] == [GiveUp]
     assert free(worker) == 16
+
+
+def test_a_gpu_that_is_of_no_use_any_more_ends_the_worker_and_no_job() -> None:
+    worker, writes = copying()
+    with pytest.raises(DeviceBroken, match="700"):
+        give(worker, Copied(KEY, DeviceBroken("cudaErrorIllegalAddress (700)")))
+    assert writes == []
 
 
 @pytest.mark.parametrize(("failed", "error"), [(0, HandoverBroken("layout")), (7, HandoverStale("again and again"))])

@@ -3,7 +3,8 @@
 WorkerError
 ├── HandoverFailed        the KV of a staged job could not be taken over
 │   ├── HandoverStale     … because it is gone or was overwritten: start the job again at step 1
-│   └── HandoverBroken    … because it can never fit here (layout, corrupt reference): end the job
+│   ├── HandoverBroken    … because it can never fit here (layout, corrupt reference): end the job
+│   └── DeviceBroken      … because this process's GPU context is: end the worker, and start all its jobs again
 └── StartupError          the worker cannot start; the message says what to do
 """
 
@@ -24,6 +25,10 @@ class HandoverStale(HandoverFailed):
 
 class HandoverBroken(HandoverFailed):
     """The KV reference is corrupt or its layout differs."""
+
+
+class DeviceBroken(HandoverFailed):
+    """Whatever this process asks of its GPU from now on fails."""
 
 
 class StartupError(WorkerError):

@@ -45,7 +45,7 @@ def _build(config: WorkerConfig, worker: str) -> Backend:
         model=config.model,
         dtype=cast(DType, config.dtype),
         block_size=config.block_size,
-        num_blocks=config.kv_blocks,
+        num_blocks=max(1, config.kv_blocks),  # on a GPU 0: as many as fit, which is seen later
         max_running=config.max_running,
         prefill_chunk=config.prefill_chunk,
         batch_step_ms=config.batch_step_ms,

@@ -14,7 +14,7 @@ from prelay_queue import trace
 from prelay_queue.job import Claim
 from prelay_worker.backend import Backend
 from prelay_worker.config import WorkerConfig
-from prelay_worker.errors import HandoverBroken, HandoverFailed
+from prelay_worker.errors import DeviceBroken, HandoverBroken, HandoverFailed
 from prelay_worker.messages import Copied, key_of
 from prelay_worker.worker import MatcherFactory, Worker
 from prelay_worker.writer import Adopt, GiveUp
@@ -66,6 +66,8 @@ class DecodeWorker(Worker):
             self._inbox.put(Copied(key, HandoverFailed(f"{type(error).__name__}: {error}")))
 
     def on_copied(self, message: Copied) -> None:
+        if isinstance(message.error, DeviceBroken):
+            raise message.error  # no job is to blame, and a new process can go on with all of them
         attempt = self.attempts.get(message.key)
         if attempt is None:
             self.engine.copied(message.key)

@@ -45,6 +45,11 @@ class Decoder:
             self._buffers.clear()
             self._runner.capture_all(self._run)
 
+    @property
+    def graphs(self) -> str:
+        """Which steps are replayed, in words; '' where none is."""
+        return "" if self._runner is None else f"CUDA graphs: {self._runner.state}"
+
     def takes(self, store: KvStore, spans: Sequence[Span], draws: Sequence[tuple[int, Draw]]) -> bool:
         """Whether a step is of this kind: single rows of this store, a token from each, and no more than fit."""
         rows = len(spans)

@@ -62,7 +62,7 @@ class GraphRunner:
                 self._why = str(error)
                 break
         if len(self._graphs) < len(self.buckets.sizes):
-            log.warning("CUDA graphs: %s", self._state())
+            log.warning("CUDA graphs: %s", self.state)
 
     def fit(self, rows: int) -> int | None:
         """The bucket in which a step of so many rows is replayed; None if it runs without a graph."""
@@ -83,7 +83,9 @@ class GraphRunner:
         self._graphs[bucket]()
         return bucket
 
-    def _state(self) -> str:
+    @property
+    def state(self) -> str:
+        """Which sizes were captured, and why others were not, in words."""
         captured = [size for size in self.buckets.sizes if size in self._graphs]
         without = [size for size in self.buckets.sizes if size not in self._graphs]
         parts = [f"{_range(captured)} captured"] if captured else []
@@ -91,7 +93,7 @@ class GraphRunner:
         return ", ".join(parts)
 
     def __repr__(self) -> str:
-        return f"<GraphRunner {self._state()}; {self.replayed} replayed, {self.eager} eager>"
+        return f"<GraphRunner {self.state}; {self.replayed} replayed, {self.eager} eager>"
 
 
 def _range(sizes: list[int]) -> str:

@@ -129,6 +129,9 @@ class PinnedMapping(PeerMapping):
         """As they are in the owner's file. A copy must have been synchronised before, and not only enqueued."""
         return self._mapping.generations(blocks)
 
+    def is_orphaned(self) -> bool:
+        return self._mapping.is_orphaned()
+
     def close(self) -> None:
         """Unpin, then unmap. No copy may be running. CudaError when the device is broken."""
         with ExitStack() as last:
