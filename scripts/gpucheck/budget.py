@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .catalogue import Check, Part
 
 #: A check that takes so many times what it should hangs, and is ended; starting a process comes on top.
-_PATIENCE, _START_S = 3.0, 30.0
+_PATIENCE, _START_S = 3.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)

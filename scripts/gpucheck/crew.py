@@ -28,7 +28,7 @@ class Crew:
         """Returns when all are done, or `ends`, a moment of the monotonic clock, leaves no time for the rest."""
         self._waiting.extend(checks)
         self._ends = ends
-        jobs = min(self._part.jobs, len(checks))
+        jobs = min(self._part.jobs, len(checks), 2 if self._rehearse else len(checks))
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(jobs)]
         for thread in threads:
             thread.start()
@@ -56,6 +56,7 @@ class Crew:
         began = time.monotonic()
         try:
             child = child or self._start()
+            self._board.say(f"begins  {check.full_name}")
             child.tell(check.full_name)
             while "say" in (message := child.hear(until)):
                 self._board.say(f"  {check.full_name}: {message['say']}")

@@ -79,7 +79,7 @@ def _partners(rig: Rig) -> list[Partner]:
 
     def make() -> list[Partner]:
         rig.runtime()
-        made = [Partner(rig.rehearse) for _ in range(4)]
+        made = [Partner(rig.rehearse) for _ in range(5)]
         for partner in made:
             partner.wait()
         return made
@@ -95,7 +95,7 @@ def _main(rig: Rig) -> Exporter:
 
 
 def copy(rig: Rig) -> Found:
-    """Of a quarter of the pool in any order, and then of all of it."""
+    """First a quarter of the pool in any order, then all of it."""
     exporter = _main(rig)
     picked = random.Random(1).sample(range(len(exporter.ref.blocks)), max(2, len(exporter.ref.blocks) // 4))
     some = KvRef(
@@ -195,7 +195,7 @@ def _freed(rig: Rig, before: int, of: KvLayout) -> int:
 
 
 def importer_killed(rig: Rig) -> Found:
-    mine, other = _partners(rig)[2], Partner(rig.rehearse)
+    mine, other = _partners(rig)[2], _partners(rig)[4]
     exporter = Exporter(rig, mine, "survivor", rig.pick(2 << 30, 1 << 20), seed=21)
     said = other.ask("fetch", exporter.ref.encode().decode(), exporter.seed)
     need(said["wrong"] == 0, f"{said['wrong']} blocks came wrong")

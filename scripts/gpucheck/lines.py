@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -60,10 +61,8 @@ class Asked:
 
     def close(self, wait_s: float = 20.0) -> None:
         """Let it end by itself; kill it if it does not."""
-        try:
+        with contextlib.suppress(OSError):
             self._input.close()
-        except OSError:
-            pass
         try:
             self._process.wait(wait_s)
         except subprocess.TimeoutExpired:

@@ -29,7 +29,7 @@ EIGHT_B = {
     "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
 }  # fmt: skip
 _TINY = {
-    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 97, "tie_word_embeddings": True,
 }  # fmt: skip
 CONTEXT = 16384

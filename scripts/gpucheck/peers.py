@@ -10,7 +10,7 @@ from .folders import command
 from .found import Wrong
 from .lines import Asked, Silent
 
-_ANSWER_S = 60.0
+_ANSWER_S, _START_S = 60.0, 120.0
 
 
 class Partner:
@@ -37,7 +37,7 @@ class Partner:
         """Until it is up."""
         if not self._up:
             try:
-                self._asked.hear(time.monotonic() + _ANSWER_S)
+                self._asked.hear(time.monotonic() + _START_S)
             except Silent as error:
                 raise Wrong(f"the other process did not start: {error}") from None
             self._up = True

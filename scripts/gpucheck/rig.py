@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from prelay_kv.cuda.runtime import Cudart
+from prelay_kv.sweep import sweep
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ class Rig:
     def timed(self, run: Callable[[], object], warm_ups: int = 2, repeats: int = 7) -> float:
         """The median of `repeats` runs in seconds, on the card by its own clock."""
         if self.rehearse:
-            warm_ups, repeats = min(warm_ups, 1), 1
+            warm_ups, repeats = 0, 1
         for _ in range(warm_ups):
             run()
         self.wait()
@@ -117,6 +118,8 @@ class Rig:
         return max(1e-9, begin.elapsed_time(end) / 1000)
 
     def close(self) -> None:
+        """Let go of everything, and remove the files of pools whose owners are dead."""
         self._kept.clear()
         self._last.close()
+        sweep()
 

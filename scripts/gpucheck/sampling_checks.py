@@ -38,7 +38,7 @@ def sample_greedy(rig: Rig) -> Found:
 
 def sample(rig: Rig) -> Found:
     """Logits of a model's spread; equal to the host's token, but where the point falls on the edge of two."""
-    rows = rig.pick(64, 6)
+    rows = rig.pick(64, 1)
     settings = [
         {},
         {"min_p": 0.05},
@@ -66,7 +66,7 @@ def sample(rig: Rig) -> Found:
 
 
 def sample_rows(rig: Rig) -> Found:
-    rows, vocab = rig.pick((128, 128256), (12, 300))
+    rows, vocab = rig.pick((128, 128256), (4, 300))
     logits = rig.randn(rows, vocab, seed=5)
     each = [
         Sampling(1, temperature=0.5 + row % 3, seed=row, top_p=(1.0, 0.9)[row % 2], top_k=(0, 40, 5000)[row % 3])

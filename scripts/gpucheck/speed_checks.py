@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from prelay_engine.attention import Span
@@ -217,7 +218,7 @@ def _graphs_ms(rig: Rig, model: GpuModel, store: PagedKv, rows: Sequence[int]) -
 
 
 def breakdown(rig: Rig) -> Found:
-    """By the profiler: the time in kernels, and those that take most of it. Eager steps launch the same as a graph."""
+    """By the profiler: the time in kernels, and those that take most of it."""
     network, sizes = _network(rig, EIGHT_B), _sizes(rig)
     store, model, rows = _store(rig, network, "8B"), network.model(exact=False), sizes.rows[-1]
     if model._decoder is None:
@@ -245,10 +246,11 @@ def _profiled(rig: Rig, run: Callable[[], object], steps: int) -> dict[str, floa
         for _ in range(rig.pick(steps, 1)):
             run()
         rig.wait()
+    there = DeviceType.CPU if rig.rehearse else DeviceType.CUDA
     times = {}
     for event in seen.key_averages():
         micros = event.self_cpu_time_total if rig.rehearse else event.self_device_time_total
-        if micros > 0:
+        if event.device_type == there and micros > 0:
             times[event.key] = micros / 1000 / rig.pick(steps, 1)
     return times
 
