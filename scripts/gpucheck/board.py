@@ -51,10 +51,15 @@ class Board:
 
     def table(self) -> str:
         head = ("check", "result", "figure", "aim")
-        rows = [head, *(_row(check, self._found[check.full_name]) for check in CHECKS if check.full_name in self._found)]
+        rows = [
+            head,
+            *(_row(check, self._found[check.full_name]) for check in CHECKS if check.full_name in self._found),
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        counts = {kind: sum(found.result == kind for found in self._found.values()) for kind in (PASSED, MISSED, FAILED)}
+        counts = {
+            kind: sum(found.result == kind for found in self._found.values()) for kind in (PASSED, MISSED, FAILED)
+        }
         counts[SKIPPED] = len(self._found) - sum(counts.values())
         return "\n".join([*lines, ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)])
 

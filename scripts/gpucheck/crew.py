@@ -18,7 +18,9 @@ from .lines import Asked, Silent
 class Crew:
     """Runs the checks of `part`. A child that ends or hangs is replaced; the check that it was at has failed."""
 
-    def __init__(self, part: Part, board: Board, budget: Budget, environment: Mapping[str, str], rehearse: bool) -> None:
+    def __init__(
+        self, part: Part, board: Board, budget: Budget, environment: Mapping[str, str], rehearse: bool
+    ) -> None:
         self._part, self._board, self._budget = part, board, budget
         self._environment, self._rehearse = environment, rehearse
         self._waiting: deque[Check] = deque()

@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gpu_check.py", description="Prove the GPU code on this machine's first card.")
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py", description="Prove the GPU code on this machine's first card."
+    )
     parser.add_argument("--seconds", type=float, default=420, help="for all of it (420); what finds no time is skipped")
     parser.add_argument("--only", type=_chosen, default=(), help="parts or checks, as in ipc,kernels.linear")
     parser.add_argument("--json", type=Path, help="where results are written after every check (gpu_check.json)")
@@ -110,5 +112,3 @@ def _run(args: argparse.Namespace, board: Board, budget: Budget, children: dict[
 
 def _interrupted(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     raise KeyboardInterrupt
-
-
