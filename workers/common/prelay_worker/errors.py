@@ -27,7 +27,7 @@ class HandoverBroken(HandoverFailed):
     """The KV reference is corrupt or its layout differs."""
 
 
-class DeviceBroken(HandoverFailed):  # noqa: N818
+class DeviceBroken(HandoverFailed):
     """Whatever this process asks of its GPU from now on fails."""
 
 
