@@ -25,7 +25,7 @@ from tests.faults.forked import WorkerProcess
 from tests.faults.nursed import Nursery, nursery
 from tests.faults.tiny import BLOCK, Alone, TinyFleet
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 #: Two full blocks and half of a third.
 PROMPT = 2 * BLOCK + BLOCK // 2
@@ -96,7 +96,6 @@ def test_what_is_prefilled_on_one_gpu_and_decoded_on_another_is_what_the_cpu_say
     assert [fleet.view(client).epoch for client in clients] == [1, 1, 1]
 
 
-@pytest.mark.slow
 def test_kv_goes_through_pinned_host_memory_where_it_is_told_to(fleet: GpuFleet) -> None:
     prefill, _ = pair(fleet, kv_transport="pinned")
     assert "KV is handed over by pinned" in prefill.log
@@ -105,7 +104,6 @@ def test_kv_goes_through_pinned_host_memory_where_it_is_told_to(fleet: GpuFleet)
     assert [fleet.view(client).epoch for client in clients] == [1, 1]
 
 
-@pytest.mark.slow
 def test_an_exporter_that_dies_in_the_middle_of_a_copy_leaves_it_whole_and_its_memory_is_let_go(
     fleet: GpuFleet,
 ) -> None:
@@ -120,7 +118,6 @@ def test_an_exporter_that_dies_in_the_middle_of_a_copy_leaves_it_whole_and_its_m
     fleet.finish()
 
 
-@pytest.mark.slow
 def test_a_decode_worker_that_dies_in_the_middle_of_a_copy_leaves_nothing_and_its_job_goes_on_elsewhere(
     fleet: GpuFleet,
 ) -> None:
@@ -136,7 +133,6 @@ def test_a_decode_worker_that_dies_in_the_middle_of_a_copy_leaves_nothing_and_it
     assert fleet.view(first).epoch == 2
 
 
-@pytest.mark.slow
 def test_a_preempted_answer_goes_on_as_if_nothing_had_been(fleet: GpuFleet) -> None:
     """Unified, in graphs' static buffers; an operator sends it back while it decodes."""
     fleet.start(Role.UNIFIED)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from prelay.bench.randommodel import size_of, write
 from prelay.bench.rawloop import RawLoop, measure_load
 from prelay_engine import engine as engine_module
+from prelay_engine import model as model_module
 from prelay_engine.config import EngineConfig
 from prelay_engine.errors import EngineError
 from tests.bed.bench import finish, leftovers, report, start
@@ -98,7 +99,7 @@ def test_the_timer_stands_around_the_engine_s_own_sampler_and_goes_away(
     loop: RawLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    plain = vars(engine_module)["sample"]
+    plain = vars(model_module)["sample"]
 
     def spy(logits: torch.Tensor, draws: Any, kernels: Any) -> Any:
         seen.append((len(draws), {draw.sampling.temperature for draw in draws}))
@@ -111,10 +112,10 @@ def test_the_timer_stands_around_the_engine_s_own_sampler_and_goes_away(
         reported.append(count)
         return plain_logprobs(row, token, count, kernels)
 
-    monkeypatch.setitem(vars(engine_module), "sample", spy)
+    monkeypatch.setitem(vars(model_module), "sample", spy)
     monkeypatch.setitem(vars(engine_module), "logprobs_of", spy_logprobs)
     loop.decode(3, 10, 2, lambda _: None)
-    assert (vars(engine_module)["sample"], vars(engine_module)["logprobs_of"]) == (spy, spy_logprobs)
+    assert (vars(model_module)["sample"], vars(engine_module)["logprobs_of"]) == (spy, spy_logprobs)
     assert reported == [5] * 18  # of one step in three
     assert [count for count, _ in seen[-18:]] == [3] * 18
     assert [kinds for _, kinds in seen[-3:]] == [{0}, {0.8}, {0.8}]

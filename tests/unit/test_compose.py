@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from prelay.main import main
+from prelay.cards import gpu_config
 from prelay.options import API, BATCH_WORKER, DECODE, OPTIONS, PREFILL
-from prelay.settings import Settings
+from prelay.settings import Settings, load
 from tests.bed.compose import ROOT, config, seconds, tool
 
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
@@ -102,23 +102,40 @@ def test_workers_on_gpus_see_all_of_them_and_compute_on_one() -> None:
         spec = services()[name]
         (device,) = spec["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
-        assert spec["environment"]["CUDA_VISIBLE_DEVICES"] == "0"
-        assert spec["environment"]["PRELAY_DEVICE"] == "cuda"
+        assert "CUDA_VISIBLE_DEVICES" not in spec["environment"]
+        assert spec["environment"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode"])
-def test_a_worker_on_a_gpu_says_that_it_cannot_compute_yet(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = services()[name]
-    for variable, value in spec["environment"].items():
-        monkeypatch.setenv(variable, value)
-    (tmp_path / "password").write_text("hush")
-    monkeypatch.setenv("PRELAY_REDIS_PASSWORD_FILE", str(tmp_path / "password"))
-    program, *words = spec["command"]
-    assert program == "prelay"
-    assert main(words) == 2
-    assert "GPUs are not built yet" in capsys.readouterr().err
+def test_workers_on_one_gpu_leave_each_other_their_share_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for name in ("prefill", "decode"):
+        with monkeypatch.context() as environment:
+            for variable, value in services()[name]["environment"].items():
+                if not variable.endswith("_FILE"):
+                    environment.setenv(variable, value)
+            found[name] = gpu_config(load({}, None))
+    prefill, decode = found.values()
+    assert prefill is not None
+    assert decode is not None
+    assert prefill.device == decode.device == "cuda:0"
+    assert prefill.memory_utilization < decode.memory_utilization
+    assert prefill.memory_utilization + decode.memory_utilization <= 0.9
+
+
+def test_triton_has_a_compiler_and_a_folder_from_which_what_it_makes_can_be_loaded() -> None:
+    stage = re.split(r"^FROM ", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    (cuda,) = [text for text in stage if text.startswith("runtime AS cuda\n")]
+    assert {"gcc", "libc6-dev"} <= set(cuda.split())
+    assert re.findall(r"^USER (.*)$", cuda, re.MULTILINE)[-1] == "10001:10001"
+    folders = dict(re.findall(r"(TRITON_CACHE_DIR|CUDA_CACHE_PATH)=(\S+)", cuda))
+    assert len(folders) == 2
+    for name in ("prefill", "decode"):
+        writable = {m["target"] for m in services()[name]["volumes"] if not m.get("read_only")}
+        # a tmpfs of Docker's is mounted noexec
+        assert {str(Path(folder).parent) for folder in folders.values()} == writable, name
+        assert writable.isdisjoint(services()[name]["tmpfs"])
+    (owned,) = re.findall(r"install -d -o prelay -g prelay -m 0700 (.*)$", DOCKERFILE.read_text(), re.MULTILINE)
+    assert "/kernels" in owned.split()
 
 
 def test_redis_is_new_enough_keeps_what_it_has_and_throws_nothing_away() -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 from prelay_engine import engine as engine_module
+from prelay_engine import model as model_module
 from prelay_engine.blocks import BlockPool
 from prelay_engine.config import EngineConfig
 from prelay_engine.contiguous import ContiguousKv
@@ -31,8 +32,8 @@ from .figures import quantiles
 #: Steps of each kind before those that count.
 _WARM_STEPS = 4
 _ENDLESS = 1 << 20
-#: What of the engine's module is sampling.
-_SAMPLER = ("sample", "logprobs_of")
+#: What is sampling, by the modules that call it.
+_SAMPLER = {"sample": vars(model_module), "logprobs_of": vars(engine_module)}
 #: What the sampler is asked for: the least, what chats ask for, and all that costs.
 SAMPLINGS = {
     "greedy": Sampling(_ENDLESS, temperature=0, ignore_eos=True),
@@ -167,8 +168,7 @@ def _figures(batch: int, times: Sequence[tuple[float, float]]) -> dict[str, Any]
 @contextmanager
 def _timed_sampler() -> Iterator[list[float]]:
     """Stands around the engine's own calls for tokens and their log-probabilities: the seconds of each call."""
-    names = vars(engine_module)
-    plain, seconds = {name: names[name] for name in _SAMPLER}, list[float]()
+    plain, seconds = {name: names[name] for name, names in _SAMPLER.items()}, list[float]()
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
@@ -180,11 +180,13 @@ def _timed_sampler() -> Iterator[list[float]]:
 
         return run
 
-    names.update({name: timed(function) for name, function in plain.items()})
+    for name, names in _SAMPLER.items():
+        names[name] = timed(plain[name])
     try:
         yield seconds
     finally:
-        names.update(plain)
+        for name, names in _SAMPLER.items():
+            names[name] = plain[name]
 
 
 def _files(model: Path) -> list[Path]:

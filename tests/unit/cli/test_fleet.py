@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from prelay import fleet as fleets
 from prelay.errors import ChildFailed
 from prelay.fleet import Fleet, Plan
 from prelay.report import Report
 from prelay.roles import files_folder
+from prelay.segments import mapped_segments, sweep_segments
 from prelay.settings import load
 from prelay.sizing import Sizes
+from prelay_kv import shmfile
 from prelay_queue.settings import QueueSettings
 
 
@@ -83,3 +93,88 @@ def test_a_batch_worker_that_cannot_run_ends_nothing_else(tmp_path: Path, capsys
     assert spec.given_up is not None
     spec.given_up(ChildFailed("batch-0 failed 9 times in a row"))
     assert "! batch-0 failed 9 times in a row; it is not started again" in capsys.readouterr().err
+
+
+class Waiting:
+    """A folder of segments, and each look that a starting prefill worker has had at it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.looks: list[tuple[str, ...]] = []
+        self.looked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(fleets, "mapped_segments", self._look)
+        monkeypatch.setattr(fleets, "sweep_segments", partial(sweep_segments, folder))
+        monkeypatch.setattr(fleets, "UNMAP_CHECK_S", 0.001)
+
+    def _look(self) -> tuple[str, ...]:
+        self.looks.append(mapped_segments(self.folder))
+        self._loop.call_soon_threadsafe(self.looked.set)
+        return self.looks[-1]
+
+    def segment(self, name: str) -> Path:
+        path = self.folder / f"prelay-{name}.kv"
+        path.touch()
+        return path
+
+    def left(self) -> set[str]:
+        return {path.name for path in self.folder.iterdir()}
+
+
+@pytest.fixture
+async def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    return Waiting(tmp_path, monkeypatch)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+async def test_a_prefill_worker_starts_at_once_where_nobody_has_a_dead_ones_memory_mapped(waiting: Waiting) -> None:
+    waiting.segment("dead")
+    with opened(waiting.segment("alive")) as owner, opened(waiting.segment("alive")) as peer:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        shmfile.hold(peer)
+        await fleets._sweep_first()
+    assert waiting.looks == [()]
+    assert waiting.left() == {"prelay-alive.kv"}
+
+
+async def test_a_prefill_worker_starts_when_the_last_has_unmapped_a_dead_ones_memory(waiting: Waiting) -> None:
+    dead = waiting.segment("dead")
+    with opened(dead) as peer:
+        shmfile.hold(peer)
+        start = asyncio.create_task(fleets._sweep_first())
+        await waiting.looked.wait()
+        assert not start.done()
+        assert waiting.left() == {dead.name}, "it says whose memory is mapped, so it goes last"
+        shmfile.let_go(peer)
+        await start
+    assert waiting.looks[0] == (dead.name,)
+    assert waiting.looks[-1] == ()
+    assert waiting.left() == set()
+
+
+async def test_a_prefill_worker_does_not_wait_for_ever_for_one_that_hangs(
+    waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "UNMAP_S", 0.05)
+    dead = waiting.segment("dead")
+    begun = time.monotonic()
+    with opened(dead) as peer:
+        shmfile.hold(peer)
+        await fleets._sweep_first()
+        assert time.monotonic() - begun >= 0.05
+        assert waiting.looks[-1] == (dead.name,)
+    assert waiting.left() == set()
+
+
+def test_prefill_workers_wait_for_memory_and_others_need_none_of_a_dead_one(tmp_path: Path) -> None:
+    found = plan(tmp_path)
+    waits = {role: found.child(f"{role}-0", role, 1, 1).before_start for role in ("prefill", "decode", "api")}
+    assert waits == {"prefill": fleets._sweep_first, "decode": None, "api": None}

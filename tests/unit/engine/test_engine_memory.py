@@ -23,7 +23,8 @@ from prelay_engine.engine import Engine
 from prelay_engine.errors import NoRoom, OutOfMemory
 from prelay_engine.geometry import Geometry
 from prelay_engine.kv import KvStore, PagedKv
-from prelay_engine.model import Model
+from prelay_engine.model import Computed, Model
+from prelay_engine.sampler import Draw
 from prelay_engine.scheduler import Chunk, Limits, Plan, Row, schedule
 from prelay_engine.sequence import NewToken, Sequence
 from prelay_engine.shrink import NO_MEMORY, RECOVERS_AFTER, Remedy, Shrink
@@ -141,19 +142,22 @@ class Counting:
             ids.append(self.next(ids[-1], len(ids) - 1))
         return ids[len(prompt) :]
 
-    def forward(
-        self, store: KvStore, spans: Rows[Span], ids: Rows[int], wanted: Rows[int], abandon: object
-    ) -> torch.Tensor:
+    def step(
+        self,
+        store: KvStore,
+        spans: Rows[Span],
+        ids: Rows[int],
+        draws: Rows[tuple[int, Draw]],
+        reported: Rows[int],
+        abandon: object,
+    ) -> Computed:
         if len(spans) > self.rows or len(ids) > self.tokens:
             self.failed += 1
             raise OutOfMemory("none left")
         for span in spans:  # each position has its block
             assert store.pool.count(span.key) * BLOCK >= span.start + span.length
         positions = [position for span in spans for position in range(span.start, span.start + span.length)]
-        logits = torch.zeros(len(wanted), self.vocab_size)
-        for number, index in enumerate(wanted):
-            logits[number, self.next(ids[index], positions[index])] = 1.0
-        return logits
+        return Computed([self.next(ids[index], positions[index]) for index, _ in draws], {})
 
 
 @dataclass

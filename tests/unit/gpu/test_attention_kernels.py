@@ -1,3 +1,5 @@
+"""The attention kernels compute what the definition says, and a row the same bits whatever is computed beside it."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

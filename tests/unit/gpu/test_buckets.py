@@ -1,3 +1,5 @@
+"""The batch sizes for which decode steps are captured."""
+
 from __future__ import annotations
 
 import pytest

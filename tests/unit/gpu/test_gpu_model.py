@@ -64,7 +64,8 @@ def test_logits_are_those_of_the_cpu_in_chunks_and_row_by_row(kind: str, on_gpu:
     assert torch.allclose(found, wanted, atol=2e-4 * float(wanted.std()), rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_in_exact_mode_no_bit_depends_on_cuts_neighbours_or_static_buffers(kind: str, on_gpu: LoadGpu) -> None:
     model = on_gpu(kind)
     assert model.exact, model.exactness
@@ -125,9 +126,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "captured", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["in static buffers", "eager"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("captured", [True, False], ids=["in static buffers", "eager"])
 def test_answers_are_those_of_the_cpu_whatever_they_ask_for(captured: bool, on_gpu: LoadGpu, on_cpu: LoadCpu) -> None:
     jobs = [SETTINGS[name] for name in ("greedy", "seeded", "penalties", "logprobs")]
     here, there = on_cpu("llama"), on_gpu("llama", False)

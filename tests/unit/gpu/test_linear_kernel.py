@@ -1,3 +1,5 @@
+"""The product of exact mode: right to its last rounding, and the same bits for any number of rows."""
+
 from __future__ import annotations
 
 import pytest

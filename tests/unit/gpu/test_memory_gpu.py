@@ -1,3 +1,5 @@
+"""How many KV blocks a worker takes of its card, and what is said where it cannot have one context."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace

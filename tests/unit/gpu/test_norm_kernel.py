@@ -1,3 +1,5 @@
+"""The norm in one kernel is the norm in many."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""The kernels of rows compile for Hopper without a card, fit a multiprocessor and keep to its registers."""
+
 from __future__ import annotations
 
 import json
@@ -8,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 Launch = dict[str, Any]
 

@@ -1,3 +1,5 @@
+"""The device draws the token that the host would draw."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

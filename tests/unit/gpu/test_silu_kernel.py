@@ -1,3 +1,5 @@
+"""The gated activation is that of the modules it replaces."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Rows are laid in tiles so that each is computed once, the longest first."""
+
 from __future__ import annotations
 
 import pytest

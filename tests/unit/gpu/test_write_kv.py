@@ -1,3 +1,5 @@
+"""New keys and values come to their slots, and nothing else is written."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -18,9 +18,12 @@ from prelay_kv.errors import BadKvRef, LayoutMismatch, SegmentGone, StaleKv
 from prelay_kv.importer import Importer
 from prelay_kv.layout import KvLayout
 from prelay_kv.mapping import PeerMapping
+from prelay_kv.peerfile import PeerFile
 from prelay_kv.ref import KvRef
 from prelay_kv.segment import domain
 from prelay_kv.shm import ShmPool
+from prelay_kv.shmfile import Parts, try_lock
+from prelay_kv.sweep import sweep
 
 
 @pytest.fixture
@@ -401,3 +404,76 @@ def test_a_transport_is_closed_once_and_only_after_the_last_copy(
     assert elsewhere.closed == 1
     far_importer.close()
     assert elsewhere.closed == 1
+
+
+def test_a_peer_s_memory_is_an_orphan_when_it_has_died_and_not_before(
+    shm_dir: Path, layout: KvLayout, pool: ShmPool, importer: Importer
+) -> None:
+    with closing(ShmPool.create("alive", layout, shm_dir)) as alive:
+        importer.fetch(a_ref(pool, 0), Taken())
+        importer.fetch(a_ref(alive, 0), Taken())
+        assert importer.orphans() == frozenset()
+        pool.close(unlink=False)
+        assert importer.orphans() == {"peer"}
+        assert importer.owners() == {"peer", "alive"}
+        importer.forget("peer")
+        assert importer.orphans() == frozenset()
+    pool.path.unlink()
+
+
+def test_a_dead_peer_whose_file_was_swept_is_still_known_to_be_dead(
+    shm_dir: Path, pool: ShmPool, importer: Importer
+) -> None:
+    importer.fetch(a_ref(pool, 0), Taken())
+    pool.close(unlink=False)
+    assert sweep(shm_dir) == (pool.path.name,)
+    assert importer.orphans() == {"peer"}
+
+
+def test_orphans_can_be_told_while_a_copy_runs(pool: ShmPool, importer: Importer) -> None:
+    seen: list[frozenset[str]] = []
+
+    def dies() -> None:
+        pool.close(unlink=False)
+        seen.append(importer.orphans())
+
+    importer.fetch(a_ref(pool, 0), Taken(after=dies))
+    assert seen == [{"peer"}]
+    pool.path.unlink()
+
+
+@pytest.fixture
+def file(shm_dir: Path, layout: KvLayout, pool: ShmPool) -> Iterator[PeerFile]:
+    with closing(PeerFile.open(a_ref(pool, 0), Parts.of(layout), shm_dir)) as found:
+        yield found
+
+
+def test_a_file_has_an_owner_while_that_one_lives(shm_dir: Path, pool: ShmPool, file: PeerFile) -> None:
+    assert not file.is_orphaned()
+    pool.close(unlink=False)
+    assert file.is_orphaned()
+    # and asking has taken no lock that would stay
+    assert sweep(shm_dir) == (pool.path.name,)
+    assert file.is_orphaned()
+
+
+def test_asking_whether_there_is_an_owner_does_not_take_the_file_from_it(pool: ShmPool, file: PeerFile) -> None:
+    assert not file.is_orphaned()
+    fd = os.open(pool.path, os.O_RDONLY)
+    assert not try_lock(fd)
+    os.close(fd)
+
+
+def test_a_file_that_a_sweep_is_about_to_remove_is_told_a_moment_later(pool: ShmPool, file: PeerFile) -> None:
+    pool.close(unlink=False)
+    sweeping = os.open(pool.path, os.O_RDONLY)
+    assert try_lock(sweeping)
+    assert not file.is_orphaned()
+    os.close(sweeping)
+    assert file.is_orphaned()
+    pool.path.unlink()
+
+
+def test_a_file_that_is_closed_here_is_waited_for_by_nobody(file: PeerFile) -> None:
+    file.close()
+    assert file.is_orphaned()

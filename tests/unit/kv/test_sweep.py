@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from prelay_kv import shmfile
 from prelay_kv import sweep as sweeping
 from prelay_kv.layout import KvLayout
 from prelay_kv.shm import ShmPool
-from prelay_kv.sweep import sweep
+from prelay_kv.sweep import still_mapped, sweep
 
 
 def _left_behind(shm_dir: Path, layout: KvLayout, owner: str = "dead") -> Path:
@@ -144,3 +147,70 @@ def test_an_owner_that_finds_its_new_file_locked_by_a_sweep_makes_another(
         (left,) = sweep(shm_dir)
         assert left != pool.path.name
         assert pool.path.exists()
+
+
+@contextmanager
+def _mapped_by_a_peer(path: Path) -> Iterator[int]:
+    """As a process that has mapped the blocks which the file stands for."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        shmfile.hold(fd)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def test_a_dead_owner_s_blocks_are_still_mapped_until_the_last_peer_has_let_them_go(
+    shm_dir: Path, layout: KvLayout
+) -> None:
+    dead, other = (_left_behind(shm_dir, layout, owner) for owner in ("dead", "other"))
+    with _mapped_by_a_peer(dead) as first:
+        with _mapped_by_a_peer(dead):
+            assert still_mapped(shm_dir) == (dead.name,)
+            shmfile.let_go(first)
+            assert still_mapped(shm_dir) == (dead.name,)
+        assert still_mapped(shm_dir) == ()
+    assert set(sweep(shm_dir)) == {dead.name, other.name}
+
+
+def test_a_peer_that_is_killed_has_nothing_mapped_any_more(shm_dir: Path, layout: KvLayout) -> None:
+    dead = _left_behind(shm_dir, layout)
+    code = (
+        "import os, sys; from prelay_kv.shmfile import hold; hold(os.open(sys.argv[1], os.O_RDONLY)); "
+        "print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(dead)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
+        assert peer.stdout is not None
+        peer.stdout.readline()
+        assert still_mapped(shm_dir) == (dead.name,)
+        peer.kill()
+        peer.wait()
+        assert still_mapped(shm_dir) == ()
+    sweep(shm_dir)
+
+
+def test_what_a_living_owner_s_peers_have_mapped_is_nobody_s_concern(shm_dir: Path, layout: KvLayout) -> None:
+    with closing(ShmPool.create("alive", layout, shm_dir)) as alive, _mapped_by_a_peer(alive.path):
+        assert still_mapped(shm_dir) == ()
+
+
+def test_looking_for_what_is_mapped_holds_no_sweep_up(shm_dir: Path, layout: KvLayout) -> None:
+    dead = _left_behind(shm_dir, layout)
+    with _mapped_by_a_peer(dead):
+        assert still_mapped(shm_dir) == (dead.name,)
+        assert sweep(shm_dir) == (dead.name,)
+        assert still_mapped(shm_dir) == (), "there is no file by which it could be told"
+
+
+def test_what_is_no_pool_file_is_mapped_by_nobody(shm_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").touch()
+    (shm_dir / "prelay-a.kv").mkdir()
+    os.mkfifo(shm_dir / "prelay-b.kv")
+    (shm_dir / "prelay-c.kv").symlink_to(tmp_path / "target")
+    with _mapped_by_a_peer(tmp_path / "target"):
+        assert still_mapped(shm_dir) == ()
+    (shm_dir / "prelay-a.kv").rmdir()
+    for name in ("prelay-b.kv", "prelay-c.kv"):
+        (shm_dir / name).unlink()
+    assert still_mapped(tmp_path / "none") == ()

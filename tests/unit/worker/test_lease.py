@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -11,6 +12,8 @@ from prelay_queue.errors import QueueUnavailable
 from prelay_queue.keys import Keys
 from prelay_queue.scripts import Call, Reaped, Scripts
 from prelay_queue.settings import QueueSettings, QueueTimes
+from prelay_worker import lease
+from prelay_worker.backend import Transport
 from prelay_worker.config import Role
 from prelay_worker.lease import LeaseKeeper
 from prelay_worker.messages import Message, Release, Stop
@@ -183,3 +186,51 @@ def test_a_worker_is_ready_while_redis_hears_of_it_and_its_model_loop_moves(kept
     keeper.stamp()
     keeper.publish({"state": "draining"})
     assert keeper.problems() == ["the worker is draining"]
+
+
+class Mapped(Transport):
+    """Has the memory of peers mapped, some of them dead."""
+
+    def __init__(self, *dead: str) -> None:
+        self.dead, self.living = set(dead), {"alive"}
+        self.forgotten: list[str] = []
+        self.all_forgotten = threading.Event()
+
+    def peers(self) -> frozenset[str]:
+        return frozenset(self.dead | self.living)
+
+    def orphans(self) -> frozenset[str]:
+        return frozenset(self.dead)
+
+    def forget(self, owner: str) -> None:
+        self.dead.discard(owner)
+        self.forgotten.append(owner)
+        if not self.dead:
+            self.all_forgotten.set()
+
+
+def keeper_with(transport: Transport) -> tuple[LeaseKeeper, FakeQueue]:
+    queue = FakeQueue()
+    return LeaseKeeper(queue, "me", transport, lambda _: None), queue  # type: ignore[arg-type]
+
+
+def test_the_memory_of_dead_peers_is_unmapped_once_and_that_of_the_living_stays() -> None:
+    transport = Mapped("a", "b")
+    keeper, queue = keeper_with(transport)
+    keeper._forget_dead_peers()
+    keeper._forget_dead_peers()
+    assert sorted(transport.forgotten) == ["a", "b"]
+    assert queue.sent == [], "locks say it, and Redis need not answer"
+
+
+def test_the_lease_thread_looks_for_dead_peers_though_redis_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "DEAD_PEERS_MS", 10)
+    transport = Mapped("a")
+    keeper, queue = keeper_with(transport)
+    queue.answer = QueueUnavailable("away")
+    keeper.start()
+    try:
+        assert transport.all_forgotten.wait(30)
+    finally:
+        keeper.stop()
+    assert transport.forgotten == ["a"]

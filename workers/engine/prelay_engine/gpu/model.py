@@ -173,7 +173,10 @@ class GpuModel(Model):
         return self._scratch
 
     def _draw(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        """A token for each row of logits [row, vocabulary], on the device. For a draw that is not plain it is no answer."""
+        """A token for each row of logits [row, vocabulary], on the device.
+
+        Of draws that are not plain it says nothing.
+        """
         tokens = torch.empty(len(draws), dtype=torch.int64, device=self.device)
         heat, top_k, top_p, min_p, point = (torch.from_numpy(each).to(self.device) for each in Params.of(draws))
         sampling.sample(logits, heat, top_k, top_p, min_p, point, tokens)
