@@ -6,10 +6,13 @@ run; their launches are noted. Nothing here can say whether a kernel is right.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -57,7 +60,17 @@ class Launches:
         for name, value in tensors.items():
             assert value.device == CUDA, f"{self.name}: {name} lies on {value.device}"
         constants = {name: value for name, value in given.items() if _is_constant(parameters.get(name), value)}
-        self.compiled.add((*constants.items(), *((name, value.dtype) for name, value in tensors.items())))
+        numbers = given.keys() - constants.keys() - tensors.keys() - _free(self.kernel.fn)
+        kinds = {name: (given[name] == 1, given[name] % 16 == 0) for name in numbers if isinstance(given[name], int)}
+        types = {name: value.dtype for name, value in tensors.items()}
+        self.compiled.add(tuple(sorted((constants | kinds | types).items(), key=lambda item: item[0])))
+
+
+@cache
+def _free(kernel: Callable[..., None]) -> set[str]:
+    """The numbers for which it is not compiled anew. The interpreter, for which kernels are made here, forgets them."""
+    found = re.search(r"do_not_specialize=(\[.*?\])", inspect.getsource(kernel))
+    return set(ast.literal_eval(found[1])) if found else set()
 
 
 def _is_constant(parameter: inspect.Parameter | None, value: Any) -> bool:
