@@ -75,6 +75,19 @@ def is_mapped(pointer: int) -> bool:
     return any(int(first, 16) <= pointer < int(stop, 16) for first, stop in spans)
 
 
+def resident(pointer: int) -> int:
+    """Bytes of the mapping that `pointer` is in whose pages this process need not ask for any more."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word = line.split()[0]
+        if "-" in word:
+            first, stop = (int(end, 16) for end in word.split("-"))
+            inside = first <= pointer < stop
+        elif inside and word == "Rss:":
+            return 1024 * int(line.split()[1])
+    return 0
+
+
 class Pools:
     """A pool on the device, its host pool, and who hands their blocks out."""
 
@@ -426,6 +439,38 @@ def test_a_peer_s_memory_is_pinned_read_only_and_unpinned_before_it_is_unmapped(
     assert pools.runtime.log[1:] == [("unregister", start, 0, True)]
     assert mapped() == 1  # the owner's
     assert not is_mapped(start)
+
+
+def test_all_pages_are_mapped_before_the_driver_pins_them_under_its_lock(
+    layout: KvLayout, gpus: FakeGpus, shm_dir: Path
+) -> None:
+    found: list[int] = []
+
+    class Looks(Cudart):
+        def host_register(self, pointer: int, nbytes: int, read_only: bool = False) -> None:
+            found.append(resident(pointer))
+            super().host_register(pointer, nbytes, read_only)
+
+    large = replace(layout, num_blocks=4096)
+    with closing(ShmPool.create("peer", large, shm_dir)) as host:
+        PinnedMapping.open(host.ref([1], [0], tokens=1), runtime=Looks(library()), device=0, shm_dir=shm_dir).close()
+    assert found
+    assert min(found) >= large.nbytes
+
+
+def test_a_dead_owner_s_memory_is_read_without_being_pinned(pools: Pools, mirror: Mirror, importing: Importing) -> None:
+    pools.export(mirror, [2])
+    ref = pools.host.ref([2], [0], tokens=1)
+    mirror.close()
+    # Given an owner that is dead, and its file not swept yet
+    pools.host.close(unlink=False)
+    try:
+        importing.importer.fetch(ref, importing.copy)
+    finally:
+        pools.host.path.unlink()
+    assert importing.numbers(1) == [3]
+    assert [mapping.pinned for mapping in importing.mappings] == [False]
+    assert importing.importer.orphans() == {"peer"}
 
 
 def test_a_tensor_that_is_kept_stays_readable_and_is_not_pinned_any_more(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ from .copies import Copier
 from .runtime import Cudart
 
 log = logging.getLogger("prelay.kv")
+
+#: Of Linux 5.14: map all pages of a range now. And how many bytes at a time: who needs memory mapped waits meanwhile.
+_MADV_POPULATE_READ = 22
+_PIECE_NBYTES = 256 << 20
 
 #: Pinned memory that the driver would not give back. It stays mapped while this process lives: the driver would take
 #: other memory at the same addresses for it, and copy what is not there any more.
@@ -107,13 +112,15 @@ class PinnedMapping(PeerMapping):
         """Map the file that `ref` names, for copies to `device`, which becomes this thread's current one.
 
         SegmentGone and BadKvRef as from `ShmMapping`; CudaError when the device cannot be used. Pinning takes seconds
-        where the pool has tens of gigabytes.
+        where the pool has tens of gigabytes. So a dead owner's is not pinned: it is unmapped within a second, and
+        mapped again for each of its jobs that comes still.
         """
         with ExitStack() as undo:
             mapping = ShmMapping.open(ref, shm_dir)
             undo.callback(mapping.close)
             # The mapping is read-only. Without the flag, only a system that ignores this for the device will pin it.
-            pin = _Pin(mapping.pool(ref), runtime, device, read_only=(True, False))
+            ways = () if mapping.is_orphaned() else (True, False)
+            pin = _Pin(mapping.pool(ref), runtime, device, read_only=ways)
             undo.pop_all()
             return cls(mapping, pin)
 
@@ -143,7 +150,10 @@ class _Pin:
     """Blocks in host memory, registered with the runtime if it allows. Keeps them mapped until `undo`."""
 
     def __init__(self, blocks: torch.Tensor, runtime: Cudart, device: int, read_only: tuple[bool, ...]) -> None:
-        """Try the ways in `read_only`, in their order. CudaError when the device cannot be used any more."""
+        """Try the ways in `read_only`, in their order; without any it is not pinned.
+
+        CudaError when the device cannot be used any more.
+        """
         self._blocks: torch.Tensor | None = blocks
         self._runtime = runtime
         self._device = device
@@ -158,7 +168,9 @@ class _Pin:
             )
 
     def _register(self, blocks: torch.Tensor, ways: tuple[bool, ...]) -> str | None:
-        refused = None
+        refused = "its owner has ended"
+        if ways:
+            _touch(blocks)
         for read_only in ways:
             try:
                 self._runtime.host_register(blocks.data_ptr(), blocks.nbytes, read_only)
@@ -181,3 +193,16 @@ class _Pin:
         except BaseException:
             _STUCK.append(blocks)
             raise
+
+
+def _touch(blocks: torch.Tensor) -> None:
+    """Map all pages, which may fail. The driver would do it while it pins, page by page under its lock, for which the
+    kernels that other threads launch wait."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is None:
+        return
+    start = blocks.data_ptr()
+    for first in range(start, start + blocks.nbytes, _PIECE_NBYTES):
+        nbytes = min(_PIECE_NBYTES, start + blocks.nbytes - first)
+        if advise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), _MADV_POPULATE_READ):
+            return  # an older Linux
