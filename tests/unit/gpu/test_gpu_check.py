@@ -110,13 +110,23 @@ def test_the_table_shows_what_a_run_left(tmp_path: Path) -> None:
 def test_it_ends_well_only_if_everything_passed(result: str, code: int, tmp_path: Path) -> None:
     board = board_of(tmp_path)
     board.note(CHECKS[0], Found(PASSED))
+    assert board.code(CHECKS[:2]) == 1, "of one nothing is known"
     board.note(CHECKS[1], Found(result))
-    assert board.code() == code
+    assert board.code(CHECKS[:2]) == code
     assert f"1 {result}" in board.table() or result == PASSED
 
 
 def board_of(folder: Path, *, rehearsed: bool = False, **facts: Any) -> Board:
     return Board(folder / "found.json", facts, rehearsed)
+
+
+def test_a_second_run_of_some_checks_keeps_the_others_results(tmp_path: Path) -> None:
+    board_of(tmp_path, card="A").note(CHECKS[0], Found(PASSED))
+    for card, names in (("A", [CHECKS[0].full_name, CHECKS[1].full_name]), ("B", [CHECKS[1].full_name])):
+        again = Board(tmp_path / "found.json", {"card": card}, rehearsed=False, keep=True)
+        again.note(CHECKS[1], Found(FAILED))
+        assert list(json.loads((tmp_path / "found.json").read_text())["checks"]) == names
+        assert CHECKS[0].full_name not in again.table()
 
 
 # Time
@@ -151,6 +161,8 @@ for line in sys.stdin:
         os.kill(os.getpid(), signal.SIGSEGV)
     if name == "x.hangs":
         time.sleep(60)
+    if name == "x.raves":
+        print("no JSON", flush=True)
     print(json.dumps({"say": "half way"}))
     found = {"result": "passed", "figure": str(os.getpid())}
     print(json.dumps({"found": found, "broken": name == "x.breaks"}), flush=True)
@@ -163,7 +175,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("scripts.gpucheck.crew.command", lambda *_: [sys.executable, "-c", Children.TEXT])
     monkeypatch.setattr("scripts.gpucheck.budget._START_S", 0.5)
     board = board_of(tmp_path)
-    checks = [Check("x", name, "", takes_s=1) for name in ("well", "dies", "hangs", "again", "breaks", "last")]
+    checks = [Check("x", name, "", takes_s=1) for name in ("well", "dies", "hangs", "raves", "again", "breaks", "last")]
     monkeypatch.setattr("scripts.gpucheck.board.CHECKS", checks)
     crew = Crew(Part("x", 1), board, Budget(ends=float("inf")), dict(os.environ), rehearse=False)
     crew.run(checks, float("inf"))
@@ -174,7 +186,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_a_check_that_ends_its_process_or_hangs_costs_itself_alone(checked: dict[str, Any]) -> None:
     results = {name: each["result"] for name, each in checked.items()}
     assert results == {
-        "x.well": PASSED, "x.dies": FAILED, "x.hangs": FAILED, "x.again": PASSED, "x.breaks": PASSED, "x.last": PASSED,
+        "x.well": PASSED, "x.dies": FAILED, "x.hangs": FAILED, "x.raves": FAILED, "x.again": PASSED, "x.breaks": PASSED, "x.last": PASSED,
     }  # fmt: skip
     assert checked["x.dies"]["why"] == f"its process: it was ended by {signal.SIGSEGV.name}"
     assert checked["x.hangs"]["why"] == "its process: it did not answer in time"
