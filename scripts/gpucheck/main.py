@@ -26,7 +26,8 @@ NO_CARD, CUT_OFF = 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: everything passed. 1: something failed, missed its aim or was skipped. 3: there is no card."""
+    """Exit code 0: everything passed. 1: something failed, missed its aim or was skipped. 3: there is no card.
+    130: it was interrupted."""
     args = _parser().parse_args(arguments)
     if args.facts:
         return facts.main()
@@ -95,7 +96,7 @@ def _check(args: argparse.Namespace) -> int:
         try:
             _run(args, board, budget, children)
         except KeyboardInterrupt:
-            print(board.table(), flush=True)
+            print(board.table(), "cut off: the rest was not checked", sep="\n", flush=True)
             return CUT_OFF
         print(board.table(), flush=True)
         return board.code(_chosen_checks(args))
