@@ -38,6 +38,10 @@ KERNELS = (
     (sample, "_sample"), (silu, "_gated"), (write_kv, "_write_kv"),
 )  # fmt: skip
 
+#: Kernels are compiled apart for multiples of 16, as all strides are that lead from head to head. In tiny models such
+#: heads have 8 numbers.
+_ALIKE = 8
+
 
 @dataclass(slots=True)
 class Launches:
@@ -61,7 +65,9 @@ class Launches:
             assert value.device == CUDA, f"{self.name}: {name} lies on {value.device}"
         constants = {name: value for name, value in given.items() if _is_constant(parameters.get(name), value)}
         numbers = given.keys() - constants.keys() - tensors.keys() - _free(self.kernel.fn)
-        kinds = {name: (given[name] == 1, given[name] % 16 == 0) for name in numbers if isinstance(given[name], int)}
+        kinds = {
+            name: (given[name] == 1, given[name] % _ALIKE == 0) for name in numbers if isinstance(given[name], int)
+        }
         types = {name: value.dtype for name, value in tensors.items()}
         self.compiled.add(tuple(sorted((constants | kinds | types).items(), key=lambda item: item[0])))
 

@@ -65,8 +65,6 @@ def test_a_step_waits_for_nothing_mixes_no_devices_and_compiles_nothing_anew(
     family: str, exact: bool, tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, changes = FAMILIES[family]
-    if kind == "gemma3_text":  # whose heads lie one behind the other: with 8 numbers not all begin at a sixteenth
-        changes = changes | {"head_dim": 16}
     raw = prepared(tiny_folder(kind, **changes), exact)
     with torch.no_grad(), fake_gpu(), launches() as found:
         model = moved(raw, GpuConfig(exact=exact))
