@@ -31,7 +31,7 @@ from .redact import redact
 
 #: PRELAY_ variables that are no settings.
 OTHER_VARIABLES = frozenset(
-    {"PRELAY_CONFIG", "PRELAY_CACHE_DIR", "PRELAY_FAULTS", "PRELAY_TRACE", "PRELAY_METRICS_PLACE"}
+    {"PRELAY_CONFIG", "PRELAY_CACHE_DIR", "PRELAY_CUDART", "PRELAY_FAULTS", "PRELAY_TRACE", "PRELAY_METRICS_PLACE"}
 )
 
 Count = Annotated[int, Field(ge=0, le=256)]

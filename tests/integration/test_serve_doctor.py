@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from prelay.doctor.server import cluster, scripts
 from prelay.errors import ServerError
 from prelay_queue.keys import Keys
 from tests.bed.bound import bound
+from tests.bed.cudart import fake_gpus, library
 from tests.bed.ports import free_port
 from tests.bed.servers import Server, make_server
 from tests.bed.tokenizer import words
@@ -66,6 +68,66 @@ def test_a_sound_machine_passes_every_check_and_nothing_is_left(null: tuple[str,
     assert "0 failed" in table
     assert list(tmp_path.iterdir()) == [], "the state directory was only looked at"
     assert set(Path(tempfile.gettempdir()).glob("prelay-doctor-*")) <= scratch
+
+
+GPU_ROWS = ("torch", "Triton", "CUDA runtime", "cards", "shares", "peer access", "KV path", "/dev/shm for KV")
+
+
+def test_gpus_that_nobody_asks_for_are_shown_and_their_driver_is_left_alone(
+    null: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tools = tmp_path_factory.mktemp("tools")
+    smi(tools, "echo 'NVIDIA H200, 143771 MiB, 580.65'")
+    path = f"{tools}:{os.environ['PATH']}"
+    code, found = rows(*null, PATH=path, PRELAY_CUDART="/nowhere")
+    assert code == 0, found
+    assert found["GPU"]["found"] == "NVIDIA H200, 143771 MiB, 580.65: not used without --device cuda"
+    assert found.keys().isdisjoint(GPU_ROWS)
+
+
+def test_gpus_that_are_asked_for_are_looked_at_by_processes_of_their_own(
+    null_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tools, gpus = (tmp_path_factory.mktemp(name) for name in ("tools", "gpus"))
+    with fake_gpus(gpus) as fake:
+        fake.set(devices=2, fail="cudaIpcOpenMemHandle=304")
+        uuid = fake.runtime.device_uuid(0)
+        line = f"NVIDIA H200, 143771 MiB, 143000 MiB, 580.65, {uuid}, Disabled, Default, Enabled, 9.0"
+        smi(tools, f"echo '{line}'")
+        code, found = rows(
+            "--device", "cuda", "--decode-gpus", "1", "--model", str(null_folder),
+            PATH=f"{tools}:{os.environ['PATH']}", PRELAY_CUDART=str(library()),
+        )  # fmt: skip
+    assert code == 1, "the model has no weights"
+    assert found["GPU"]["found"] == "NVIDIA H200, 143771 MiB, 580.65"
+    assert f"0: NVIDIA H200, {uuid[:12]}, 1.0 GiB of 1.0 GiB free" in found["cards"]["found"]
+    assert found["peer access"]["state"] == "ok"
+    assert found["KV path"]["state"] == "warn"
+    assert "(304)" in found["KV path"]["found"]
+    assert found["environment"]["state"] == "ok"
+
+
+def test_a_machine_without_the_gpu_that_is_asked_for_fails_and_hangs_nowhere(
+    null_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tools = tmp_path_factory.mktemp("tools")
+    smi(tools, "kill -9 $$")
+    path = f"{tools}:{os.environ['PATH']}"
+    arguments = ("--device", "cuda", "--model", str(null_folder))
+    code, found = rows(*arguments, PATH=path, PRELAY_CUDART="/nowhere/libcudart.so")
+    assert code == 1
+    for name in ("GPU", "CUDA runtime"):
+        assert found[name]["state"] == "fail"
+        assert found[name]["advice"]
+    assert "nvidia-smi" in found["GPU"]["found"]
+    assert "/nowhere/libcudart.so" in found["CUDA runtime"]["found"]
+    assert "KV path" not in found
+
+
+def smi(folder: Path, script: str) -> None:
+    """An nvidia-smi that does this."""
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
 
 
 def test_what_batches_need_is_looked_at(own_server: Server, null: tuple[str, ...], tmp_path: Path) -> None:

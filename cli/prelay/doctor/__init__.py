@@ -8,13 +8,13 @@ from __future__ import annotations
 from rich.console import Console
 
 from ..settings import Settings
-from . import configuration, leftovers, machine, server
+from . import configuration, devices, leftovers, machine, server
 from .facts import Facts
 from .registry import run
 from .table import as_json, show
 
 #: The parts of the table, in its order.
-GROUPS = (machine.checks, configuration.checks, server.checks, leftovers.checks)
+GROUPS = (machine.checks, devices.checks, configuration.checks, server.checks, leftovers.checks)
 
 
 def doctor(settings: Settings, *, fix: bool = False, json: bool = False) -> int:

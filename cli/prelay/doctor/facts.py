@@ -15,10 +15,13 @@ from prelay_engine.cpu import Cpu, this_cpu
 from prelay_engine.demo import default_cache
 from prelay_engine.native import shipped
 from prelay_engine.native.build import NoKernels, compiler, place
+from prelay_kv.cuda.paths import PINNED
 from prelay_text.errors import TextError
 from prelay_text.fingerprint import fingerprint
 
 from ..binaries import ServerBinary, find_server
+from ..cards import places
+from ..device import check_device
 from ..embedded import EmbeddedServer, written_by
 from ..errors import CliError, ModelUnavailable
 from ..geometry import Geometry
@@ -31,10 +34,13 @@ from ..settings import Settings
 from ..sizing import Sizes, pool_bytes, sizes
 from ..statedir import StateDir, socket_path
 from ..supervisor import Supervisor
+from .cuda import Cuda, look_at_cuda
 from .examine import JobsServer, Server, examine, look_at_jobs_server
 from .fleets import Looks
-from .gpus import Gpus, look_for_gpus
+from .gpus import Gpus, look_at_cards, look_for_gpus
+from .ongpus import Namespaces, OnGpus, Pinned, own_namespaces
 from .places import Files, Port, State, look_at_files, look_at_port, look_at_state
+from .toolchain import TorchBuild, Triton, look_at_torch, look_at_triton
 
 T = TypeVar("T")
 
@@ -45,11 +51,12 @@ class NothingToLookAt(Exception):  # noqa: N818 - reads as the fact it states
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The CPU, the cores that may be used, and the dtype that is asked for."""
+    """The CPU, the cores that may be used, the dtype that is asked for, and whether workers compute on it at all."""
 
     cpu: Cpu
     host: Host
     dtype: str
+    computes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,8 @@ class Swept:
 @dataclass(frozen=True, slots=True)
 class Pools:
     """Room for KV, and what the pools of this configuration take: `decode` bytes of memory, `prefill` bytes of
-    /dev/shm. No `planned` where `problem` says why that cannot be told, or None where the model's row says it."""
+    /dev/shm, or none of both where KV lies on GPUs. No `planned` where `problem` says why that cannot be told, or None
+    where the model's row says it."""
 
     host: Host
     shm: int
@@ -79,6 +87,7 @@ class Pools:
     decode: int = 0
     prefill: int = 0
     problem: CliError | None = None
+    on_gpus: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ class Placement:
     unified: int
     threads: int
     cores: int
+    on_gpus: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +155,107 @@ class Facts:
         return self._settings
 
     def processor(self) -> Processor:
-        return Processor(this_cpu(), self.host(), self._settings.dtype)
+        return Processor(this_cpu(), self.host(), self._settings.dtype, computes=not self._on_gpus)
+
+    @property
+    def _on_gpus(self) -> bool:
+        return self._settings.device == "cuda" and not self._settings.null_model
 
     @_once
     def gpus(self) -> Gpus:
-        return look_for_gpus()
+        if not self._on_gpus:
+            return look_for_gpus()
+        return replace(self._cards(), seen=len(self._cuda().devices))
+
+    @_once
+    def _cards(self) -> Gpus:
+        return look_at_cards()
+
+    @_once
+    def _cuda(self) -> Cuda:
+        workers = places(self._settings)
+        found = OnGpus(workers, Cuda())
+        probed = () if self._settings.kv_transport == PINNED else found.prefilling
+        return look_at_cuda(found.used, found.pairs, probed)
+
+    @_once
+    def torch_build(self) -> TorchBuild:
+        self._only_on_gpus()
+        check_device(self._settings)
+        return look_at_torch()
+
+    @_once
+    def triton(self) -> Triton:
+        """Raise NothingToLookAt where it is not installed either: the row of torch says so."""
+        try:
+            self.torch_build()
+        except CliError:
+            raise NothingToLookAt from None
+        return look_at_triton()
+
+    @_once
+    def on_gpus(self) -> OnGpus:
+        self._only_on_gpus()
+        cards = {card.uuid: card for card in self._cards().cards}
+        settings = self._settings
+        running = self.state().is_running
+        return OnGpus(places(settings), self._cuda(), cards, settings.dtype, settings.kv_transport, running)
+
+    def visible(self) -> OnGpus:
+        """Raise NothingToLookAt where CUDA sees no GPU: the row of its runtime says why."""
+        found = self.on_gpus()
+        if not found.cuda.devices:
+            raise NothingToLookAt
+        return found
+
+    def between_gpus(self) -> OnGpus:
+        """Raise NothingToLookAt where no decode worker reads from another GPU than its own."""
+        found = self._all_there()
+        if not found.pairs:
+            raise NothingToLookAt
+        return found
+
+    def prefilling(self) -> OnGpus:
+        """Raise NothingToLookAt where nothing is handed over."""
+        found = self._all_there()
+        if not found.prefilling:
+            raise NothingToLookAt
+        return found
+
+    def _all_there(self) -> OnGpus:
+        """Raise NothingToLookAt where a GPU is named that is not there: the row of the cards says so."""
+        found = self.visible()
+        if found.used and found.used[-1] >= len(found.cuda.devices):
+            raise NothingToLookAt
+        return found
+
+    @_once
+    def pinned(self) -> Pinned:
+        """Raise NothingToLookAt where KV takes another path, or a row before says why nothing can be told."""
+        on, settings = self.prefilling(), self._settings
+        try:
+            kv = self.model().kv
+        except CliError:
+            raise NothingToLookAt from None
+        if kv is None or not on.by_pinned:
+            raise NothingToLookAt
+        block = kv.token_bytes(4 if settings.dtype == "float32" else 2) * settings.block_size
+        context = -(-(settings.max_model_len or kv.context_len) // settings.block_size)
+        most = sum(int(place.share * on.total(place.gpu)) for place in on.by_pinned.values())
+        blocks = settings.prefill_kv_blocks or 0
+        return Pinned(len(on.by_pinned), self.host().shm_free, blocks * block, context * block, most, block)
+
+    def namespaces(self) -> Namespaces:
+        """Raise NothingToLookAt where this process has none of its own, or no worker can be anywhere else."""
+        self._only_on_gpus()
+        own = own_namespaces()
+        if not own or self._settings.url is None:
+            raise NothingToLookAt
+        return Namespaces(own)
+
+    def _only_on_gpus(self) -> None:
+        if not self._on_gpus:
+            raise NothingToLookAt
 
     @_once
     def segments(self) -> Swept:
@@ -170,21 +276,25 @@ class Facts:
 
     @_once
     def pools(self) -> Pools:
-        host, shm = self.host(), space(self._shm)[0]
+        host = self.host()
+        found = Pools(host, space(self._shm)[0], on_gpus=self._on_gpus)
         try:
             kv = self.model().kv
         except CliError:
-            return Pools(host, shm)
+            return found
         try:
             planned = sizes(self._settings, kv, host)
         except CliError as error:
-            return Pools(host, shm, problem=error)
-        return Pools(host, shm, planned, *pool_bytes(self._settings, kv, host, planned))
+            return replace(found, problem=error)
+        if self._on_gpus:
+            return replace(found, planned=planned)
+        decode, prefill = pool_bytes(self._settings, kv, host, planned)
+        return replace(found, planned=planned, decode=decode, prefill=prefill)
 
     @_once
     def native(self) -> Native:
-        """Raise NothingToLookAt for the null model, which computes nothing."""
-        if self._settings.null_model:
+        """Raise NothingToLookAt for the null model, which computes nothing, and on GPUs."""
+        if self._settings.null_model or self._on_gpus:
             raise NothingToLookAt
         found = Native(self._settings.kernels, self._settings.quantization)
         try:
@@ -199,7 +309,7 @@ class Facts:
         pools = self.pools()
         if pools.planned is None:
             raise NothingToLookAt
-        return Placement(*self._settings.counts(), pools.planned.threads, pools.host.cores)
+        return Placement(*self._settings.counts(), pools.planned.threads, pools.host.cores, self._on_gpus)
 
     @_once
     def state(self) -> State:

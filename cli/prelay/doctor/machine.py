@@ -48,7 +48,10 @@ def environment(_: Settings) -> Finding:
 
 @checks.of("CPU", Facts.processor)
 def cpu(found: Processor) -> Finding:
-    words = f"{found.host.cores} core(s), {_features(found.cpu)}; "
+    words = f"{found.host.cores} core(s), {_features(found.cpu)}"
+    if not found.computes:
+        return ok(words)
+    words += "; "
     if found.host.has_bf16:
         return ok(f"{words}multiplies bfloat16 in hardware")
     if found.dtype == "bfloat16":
@@ -63,9 +66,25 @@ def _features(cpu: Cpu) -> str:
 
 @checks.of("GPU", Facts.gpus)
 def gpu(found: Gpus) -> Finding:
+    if found.is_wanted:
+        return _wanted_gpu(found)
     if not found.lines:
         return ok(f"none ({found.why}): workers run on the CPU")
-    return ok(f"{'; '.join(found.lines)}: not used, this version runs on the CPU", found.lines)
+    return ok(f"{'; '.join(found.lines)}: not used without --device cuda", found.lines)
+
+
+def _wanted_gpu(found: Gpus) -> Finding:
+    if found.lines:
+        return ok("; ".join(found.lines), found.lines)
+    if found.seen:
+        return warn(
+            f"{found.why}, though CUDA sees {found.seen}",
+            "less is known of them so: in a container, NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+        )
+    return fail(
+        f"none ({found.why}), and --device cuda wants one",
+        "install NVIDIA's driver, in a container give it the GPUs (--gpus all), or leave --device at cpu",
+    )
 
 
 @checks.of("kernels", Facts.native)
@@ -89,7 +108,7 @@ def workers(found: Placement) -> Finding:
     counts = {"prefill": found.prefill, "decode": found.decode, "unified": found.unified}
     words = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     words += f"; {found.threads} thread(s) each on {found.cores} core(s), which the API and Redis share"
-    if found.prefill and found.cores <= _FEW_CORES:
+    if found.prefill and found.cores <= _FEW_CORES and not found.on_gpus:
         words += ". On few cores --unified 1 gives more tokens a second, and --decode-nice 0 evener ones"
     return ok(words)
 
@@ -100,6 +119,8 @@ def memory(pools: Pools) -> Finding:
     found = f"{size(host.memory_free)} free of {size(host.memory)}"
     if isinstance(problem, BadUsage) or (isinstance(problem, TooSmall) and problem.where != str(SHM)):
         return fail(f"{found}: {problem}")
+    if pools.on_gpus:
+        return ok(f"{found}; KV lies on the GPUs")
     if pools.planned is None:
         return ok(f"{found}; {_untold(pools, str(SHM))}")
     planned = pools.planned
@@ -118,6 +139,8 @@ def shared_memory(pools: Pools) -> Finding:
     found = f"{size(pools.host.shm_free)} free of {size(pools.shm)}"
     if isinstance(pools.problem, TooSmall) and pools.problem.where == str(SHM):
         return fail(f"{found}: {pools.problem}", "docker run --shm-size, shm_size in compose; or smaller pools")
+    if pools.on_gpus:
+        return ok(f"{found}; KV lies on the GPUs, and goes through it only by the pinned path")
     if pools.planned is None:
         return ok(f"{found}; {_untold(pools, 'memory')}")
     return ok(f"{found}: prefill pools of {pools.planned.prefill_kv_blocks} blocks take {size(pools.prefill)} in all")

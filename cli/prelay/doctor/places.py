@@ -58,10 +58,10 @@ def look_at_state(settings: Settings) -> State:
     if not wanted:
         return State(root, wanted)
     try:
-        nearest = _nearest(root)
-        problem = _problem(root, nearest)
-        if problem or nearest != root:
-            return State(root, wanted, problem, free=space(nearest)[1])
+        place = nearest(root)
+        problem = _problem(root, place)
+        if problem or place != root:
+            return State(root, wanted, problem, free=space(place)[1])
         held = holder(root / "server" / "lock") is not None if (root / "server").is_dir() else False
         return State(root, wanted, problem, holder(root / "lock"), held, True, space(root)[1])
     except OSError as error:
@@ -70,27 +70,28 @@ def look_at_state(settings: Settings) -> State:
 
 def look_at_files(root: Path) -> Files:
     try:
-        nearest = _nearest(root)
-        return Files(root, _not_writable(nearest), nearest == root, space(nearest)[1])
+        place = nearest(root)
+        return Files(root, not_writable(place), place == root, space(place)[1])
     except OSError as error:
         return Files(root, f"{error.filename or root}: {error.strerror}")
 
 
-def _nearest(root: Path) -> Path:
+def nearest(root: Path) -> Path:
     """Return the directory itself, or what is there of the ones above it."""
     return next(place for place in (root, *root.parents) if os.path.lexists(place))
 
 
-def _not_writable(nearest: Path) -> str:
-    if not nearest.is_dir():
-        return f"{nearest} is not a directory"
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return f"this user may not write {nearest}"
+def not_writable(place: Path) -> str:
+    """Why nothing can be made in a directory, "" when it can."""
+    if not place.is_dir():
+        return f"{place} is not a directory"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"this user may not write {place}"
     return ""
 
 
-def _problem(root: Path, nearest: Path) -> str:
-    if problem := _not_writable(nearest):
+def _problem(root: Path, place: Path) -> str:
+    if problem := not_writable(place):
         return problem
     try:
         socket_path(root)

@@ -66,7 +66,7 @@ def test_a_cpu_is_told_by_what_it_multiplies() -> None:
 
 def test_without_a_gpu_it_says_that_the_cpu_is_used_and_with_one_that_it_is_not_used() -> None:
     says(machine.gpu(Gpus((), "no nvidia-smi on PATH")), "ok", "none (no nvidia-smi on PATH): workers run on the CPU")
-    says(machine.gpu(Gpus(("H200, 143771 MiB, 575.1",))), "ok", "H200", "not used, this version runs on the CPU")
+    says(machine.gpu(Gpus(("H200, 143771 MiB, 575.1",))), "ok", "H200", "not used without --device cuda")
 
 
 @pytest.mark.parametrize(
