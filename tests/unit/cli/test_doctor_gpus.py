@@ -417,6 +417,12 @@ def test_each_decode_worker_s_card_must_reach_that_of_each_prefill_worker() -> N
     says(devices.peer_access(hung), "fail", "it cannot be told: no answer")
 
 
+def test_a_card_needs_no_access_to_itself() -> None:
+    """CUDA says that it has none."""
+    assert on().pairs == []
+    assert on("--decode 3 --decode-gpus 0,1,2 --prefill 2 --prefill-gpus 0,1").pairs == [(0, 1), (1, 0), (2, 0), (2, 1)]
+
+
 def test_the_path_of_kv_is_shown_with_its_reason() -> None:
     says(devices.kv_path(on(cuda=knowing(facts={0: SHARED}))), "ok", "GPU 0: cuda_ipc, another process could read")
     says(devices.kv_path(on("--kv-transport pinned")), "ok", "pinned, it was asked for")
