@@ -9,6 +9,7 @@
      - Freed or orphaned memory stays, and is counted, until the last process that has it mapped lets it go.
      - A copy only waits in its stream. It moves the bytes when the stream or the device is synchronised (or some time
        later, see COPY_MS), and what it reads or writes must be mapped then: otherwise error 700, for good.
+     - Host memory that a copy reads or writes is in one registered range, or in none: otherwise error 1.
      - The last error of a thread stays until it is asked for.
 
    Environment, read at every call:
@@ -636,12 +637,22 @@ static void *run_later(void *stream) {
     return NULL;
 }
 
+/* Whether these are all of one registered range, or none of any. */
+static int is_in_one_piece(const void *pointer, size_t nbytes) {
+    uint64_t first = (uint64_t)pointer;
+    for (Span *span = registered; span < registered + MAX_SPANS; span++)
+        if (span->nbytes && first < span->base + span->nbytes && span->base < first + nbytes)
+            return first >= span->base && first + nbytes <= span->base + span->nbytes;
+    return 1;
+}
+
 int cudaMemcpyAsync(void *dst, const void *src, size_t nbytes, int kind, void *pointer) {
     BEGIN("cudaMemcpyAsync")
     Stream *stream = stream_of(pointer);
     if (!stream)
         RETURN(INVALID_RESOURCE_HANDLE);
-    if (kind < 0 || kind > 4 || !dst || !src || !is_reachable(src, nbytes) || !is_reachable(dst, nbytes))
+    if (kind < 0 || kind > 4 || !dst || !src || !is_reachable(src, nbytes) || !is_reachable(dst, nbytes) ||
+        !is_in_one_piece(src, nbytes) || !is_in_one_piece(dst, nbytes))
         RETURN(INVALID_VALUE);
     if (stream->count == MAX_COPIES)
         run(stream); /* a full queue makes the caller wait */

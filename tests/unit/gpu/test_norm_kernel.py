@@ -42,6 +42,14 @@ def test_heads_inside_fused_rows_are_normed_as_heads_by_themselves() -> None:
     assert torch.equal(given, rms_norm(keys.reshape(15, 64), weight, EPS).view(5, 3, 64))
 
 
+def test_tokens_stand_in_either_place_of_what_is_normed() -> None:
+    x, weight = numbers(6, 5, 64), numbers(64, seed=1)
+    apart = rms_norm(x.reshape(30, 64), weight, EPS)
+    assert torch.equal(rms_norm(x.view(1, 30, 64), weight, EPS)[0], apart)
+    assert torch.equal(rms_norm(x.transpose(0, 1), weight, EPS).transpose(0, 1).reshape(30, 64), apart)
+    assert torch.equal(rms_norm(x[:1].transpose(0, 1), weight, EPS)[:, 0], apart[:5])
+
+
 def test_a_row_of_zeros_stays_zero_and_no_rows_stay_none() -> None:
     assert not rms_norm(torch.zeros(2, 50), numbers(50), EPS).any()
     assert rms_norm(torch.zeros(0, 3, 50), numbers(50), EPS).shape == (0, 3, 50)

@@ -477,3 +477,123 @@ def test_a_file_that_a_sweep_is_about_to_remove_is_told_a_moment_later(pool: Shm
 def test_a_file_that_is_closed_here_is_waited_for_by_nobody(file: PeerFile) -> None:
     file.close()
     assert file.is_orphaned()
+
+
+class Slow(Elsewhere):
+    """It takes long to open, and, once that is `stuck`, to close; what happens is noted."""
+
+    def __init__(self, pool: ShmPool) -> None:
+        super().__init__(pool)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.opened = 0
+        self.alive = True
+
+    def open(self, _: KvRef) -> PeerMapping:
+        self.opened += 1
+        self.begun.set()
+        assert self.go_on.wait(30)
+        if not self.alive:
+            raise SegmentGone("it could not be opened after all")
+        return self
+
+    def close(self) -> None:
+        super().close()
+        self.begun.set()
+        assert self.go_on.wait(30)
+
+
+@pytest.fixture
+def slow(pool: ShmPool) -> Slow:
+    return Slow(pool)
+
+
+@pytest.fixture
+def slow_importer(shm_dir: Path, layout: KvLayout, slow: Slow) -> Iterator[Importer]:
+    importer = Importer(
+        layout.layout_hash, layout.numerics_hash, domain(shm_dir), shm_dir, openers={"elsewhere": slow.open}
+    )
+    yield importer
+    slow.go_on.set()
+    importer.close()
+
+
+def what_the_lease_thread_does(importer: Importer) -> tuple[frozenset[str], frozenset[str]]:
+    found = importer.orphans(), importer.owners()
+    importer.forget("peer")
+    return found
+
+
+def test_who_renews_leases_does_not_wait_for_a_mapping_that_takes_long_to_open(
+    pool: ShmPool, slow: Slow, slow_importer: Importer
+) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        # Given a copy thread that pins a large pool
+        copies = threads.submit(slow_importer.fetch, far_ref(pool, 1), Taken())
+        assert slow.begun.wait(30)
+        # When the lease thread asks and forgets, then it is answered at once
+        leases = threads.submit(what_the_lease_thread_does, slow_importer)
+        try:
+            assert leases.result(timeout=10) == (frozenset(), frozenset({"peer"}))
+        finally:
+            slow.go_on.set()
+        copies.result()
+    # And what was forgotten meanwhile is closed by its last user
+    assert (slow.opened, slow.closed) == (1, 1)
+
+
+def test_copies_from_one_peer_do_not_wait_while_another_peer_s_memory_is_mapped(
+    pool: ShmPool, slow: Slow, slow_importer: Importer
+) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        opening = threads.submit(slow_importer.fetch, far_ref(pool, 1), Taken())
+        assert slow.begun.wait(30)
+        taken = Taken()
+        try:
+            threads.submit(slow_importer.fetch, a_ref(pool, 3), taken).result(timeout=10)
+        finally:
+            slow.go_on.set()
+        opening.result()
+    assert taken.numbers() == [3]
+
+
+def test_nobody_waits_for_a_mapping_that_takes_long_to_close(
+    pool: ShmPool, slow: Slow, slow_importer: Importer
+) -> None:
+    slow.go_on.set()
+    slow_importer.fetch(far_ref(pool, 1), Taken())
+    slow.begun.clear()
+    slow.go_on.clear()
+    with ThreadPoolExecutor(2) as threads:
+        forgets = threads.submit(slow_importer.forget, "peer")
+        assert slow.begun.wait(30)
+        try:
+            assert threads.submit(slow_importer.owners).result(timeout=10) == frozenset()
+        finally:
+            slow.go_on.set()
+        forgets.result()
+    assert slow.closed == 1
+
+
+def test_two_copies_that_come_together_open_one_mapping(pool: ShmPool, slow: Slow, slow_importer: Importer) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [threads.submit(slow_importer.fetch, far_ref(pool, block), Taken()) for block in (1, 2)]
+        assert slow.begun.wait(30)
+        slow.go_on.set()
+        for job in jobs:
+            job.result()
+    assert slow.opened == 1
+    slow_importer.close()
+    assert slow.closed == 1
+
+
+def test_a_mapping_that_could_not_be_opened_leaves_nothing_and_is_tried_again(
+    pool: ShmPool, slow: Slow, slow_importer: Importer
+) -> None:
+    slow.go_on.set()
+    slow.alive = False
+    with pytest.raises(SegmentGone, match="after all"):
+        slow_importer.fetch(far_ref(pool, 1), Taken())
+    assert slow_importer.owners() == frozenset()
+    slow.alive = True
+    slow_importer.fetch(far_ref(pool, 1), Taken())
+    assert slow.opened == 2

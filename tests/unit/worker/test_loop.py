@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 
 import orjson
 import pytest
 
+from prelay_decode.worker import COPY_THREADS
 from prelay_queue.job import Priority
 from prelay_worker.config import Role
 from prelay_worker.errors import DeviceBroken, HandoverBroken, HandoverStale
 from prelay_worker.messages import Copied, Evict, Exported, Message, Release, Stop
 from prelay_worker.worker import Worker
 from prelay_worker.writer import Adopt, Fail, GiveUp, Handoff, Tokens, Write
+from tests.bed.processes import until
 from tests.unit.worker.desk import free, give, held, make_claim, make_worker, step
 
 KEY = "r/0@1"
@@ -270,3 +274,27 @@ def test_a_token_of_the_step_in_which_its_job_is_evicted_is_not_written() -> Non
     assert not [write for write in writes[given_up:] if write.job == "b/0" and isinstance(write, Tokens)]
     seqs = [write.seq for write in writes if isinstance(write, Tokens) and write.job == "b/0"]
     assert seqs == list(range(len(seqs)))
+
+
+def test_a_decode_worker_that_ends_finishes_the_copies_that_run_and_begins_no_others() -> None:
+    worker, _ = make_worker(Role.DECODE, blocks=32)
+    begun: list[str] = []
+    running, go_on = threading.Barrier(COPY_THREADS + 1), threading.Event()
+
+    def fetch(_kv: bytes, key: str, _tokens: int) -> None:
+        begun.append(key)
+        running.wait(30)
+        assert go_on.wait(30)
+
+    worker.backend.transport.fetch = fetch  # type: ignore[method-assign, assignment]
+    # Given more jobs than copy threads
+    give(worker, *(make_claim(f"r/{number}", ids=(7,)) for number in range(COPY_THREADS + 3)))
+    running.wait(30)
+    # When the worker ends, then it waits for those that write into its blocks, and only for them
+    with ThreadPoolExecutor(1) as threads:
+        ends = threads.submit(worker.close_role)
+        until(lambda: worker._copiers._shutdown)  # type: ignore[attr-defined]
+        assert not ends.done()
+        go_on.set()
+        ends.result(timeout=30)
+    assert len(begun) == COPY_THREADS

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 
@@ -24,6 +26,7 @@ from prelay_kv.cuda.paths import CUDA_IPC
 from prelay_kv.cuda.pool import CudaPool
 from prelay_kv.cuda.probe import choose_path
 from prelay_kv.cuda.runtime import Cudart
+from prelay_kv.errors import GpuTooSmall
 from prelay_kv.importer import Importer, Opener
 from prelay_kv.segment import SHM_DIR, domain
 from prelay_kv.shm import ShmPool
@@ -121,16 +124,21 @@ def _prefill(config: WorkerConfig, model: GpuModel, blocks: int, card: Card, wor
             model.geometry, BlockPool(blocks, pool.generations), config.block_size, pool.tensor, config.prefix_cache
         )
         return kv, PoolExport(pool, kv)
-    host = ShmPool.create(worker, layout)
-    tensor = torch.empty(layout.shape, dtype=model.geometry.dtype, device=model.device)
-    kv = PagedKv(model.geometry, BlockPool(blocks, host.generations), config.block_size, tensor, config.prefix_cache)
-    return kv, MirrorExport(host, kv, Mirror(tensor, host, card.runtime, card.index))
+    tensor = _pool(model, layout.shape, card)
+    with ExitStack() as undo:
+        host = ShmPool.create(worker, layout)
+        undo.callback(host.close)
+        own = BlockPool(blocks, host.generations)
+        kv = PagedKv(model.geometry, own, config.block_size, tensor, config.prefix_cache)
+        transport = MirrorExport(host, kv, Mirror(tensor, host, card.runtime, card.index))
+        undo.pop_all()
+        return kv, transport
 
 
 def _decode(config: WorkerConfig, model: GpuModel, blocks: int, card: Card) -> tuple[PagedKv, Transport]:
     prefills = config.role is Role.UNIFIED or config.local_prefill_tokens > 0
     shape = (blocks, *model.geometry.block_shape(config.block_size))
-    tensor = torch.empty(shape, dtype=model.geometry.dtype, device=model.device)
+    tensor = _pool(model, shape, card)
     cached = config.prefix_cache and prefills
     kv = PagedKv(model.geometry, BlockPool(blocks), config.block_size, tensor, cached)
     if config.role is Role.UNIFIED:
@@ -144,3 +152,13 @@ def _decode(config: WorkerConfig, model: GpuModel, blocks: int, card: Card) -> t
     }
     importer = Importer(model.layout_hash(config.block_size), None, here, openers=openers)
     return kv, GpuImport(importer, kv, Copier(card.runtime, card.index), here)
+
+
+def _pool(model: GpuModel, shape: tuple[int, ...], card: Card) -> torch.Tensor:
+    """Blocks of this worker's own, whatever lies in them. GpuTooSmall when the card has no room."""
+    try:
+        return torch.empty(shape, dtype=model.geometry.dtype, device=model.device)
+    except torch.OutOfMemoryError:
+        card.runtime.set_device(card.index)
+    nbytes = prod(shape) * model.geometry.dtype.itemsize
+    raise GpuTooSmall(f"GPU {card.index}", nbytes, *card.runtime.memory())

@@ -90,5 +90,6 @@ class DecodeWorker(Worker):
             self._put([GiveUp(claim.id, claim.epoch, f"hand-over: {message.error}")])
 
     def close_role(self) -> None:
-        # Running copies end by themselves in milliseconds; after this nothing reads a peer's memory.
-        self._copiers.shutdown(wait=True)
+        # Running copies end by themselves in milliseconds, unless they pin a peer's memory first; those that have not
+        # begun are of jobs that were given back. After this nothing reads a peer's memory.
+        self._copiers.shutdown(wait=True, cancel_futures=True)

@@ -104,7 +104,7 @@ class CudaError(KvError):
 
 
 #: Errors that leave the device's context unusable: memory faults, launches that failed or hung, hardware errors.
-_FATAL = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
+_FATAL = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721})
 
 
 def _mib(nbytes: int) -> str:

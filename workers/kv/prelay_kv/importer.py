@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,15 +25,22 @@ Opener = Callable[[KvRef], PeerMapping]
 
 @dataclass(slots=True)
 class _Open:
-    """A mapping and the copies that run on it. A lost one is closed by the last of them."""
+    """A mapping, None until it is open, and who opens it or copies from it. A lost one is closed by the last of them.
 
-    mapping: PeerMapping
+    `opening` is held by who opens it: so nothing is mapped twice.
+    """
+
+    mapping: PeerMapping | None = None
     users: int = 0
     lost: bool = False
+    opening: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Importer:
     """Reads KV blocks of the peers of one KV domain. Safe to use from several threads.
+
+    Nobody waits for a mapping but who wants to copy from it: to pin one can take seconds, and `owners`, `orphans` and
+    `forget` are for a thread that has leases to renew.
 
     With `numerics_hash` None peers with other numerics are read too: their KV fits, and is not promised bit for bit.
     `openers` names the transports beside shared memory, by kind of segment.
@@ -72,12 +80,13 @@ class Importer:
         On any error, `copy`'s own included, the copied bytes must not be used.
         """
         self._check(ref.segment)  # 1
-        item = self._take(ref)  # 2
+        item = self._take(ref)
         try:
-            copy(item.mapping.pool(ref), ref.blocks)  # 3
-            now = item.mapping.generations(ref.blocks)  # 4
+            mapping = self._mapped(item, ref)  # 2
+            copy(mapping.pool(ref), ref.blocks)  # 3
+            now = mapping.generations(ref.blocks)  # 4
         finally:
-            self._give_back(item)
+            self._give_back(_key(ref), item)
         if now != ref.generations:
             raise StaleKv(tuple(b for b, old, new in zip(ref.blocks, ref.generations, now, strict=True) if old != new))
 
@@ -89,23 +98,26 @@ class Importer:
     def orphans(self) -> frozenset[str]:
         """Those of `owners` that are dead, as their files' locks say: nobody need wait for a heartbeat to expire."""
         with self._lock:
-            return frozenset(key[0] for key, item in self._open.items() if item.mapping.is_orphaned())
+            return frozenset(
+                key[0] for key, item in self._open.items() if item.mapping is not None and item.mapping.is_orphaned()
+            )
 
     def forget(self, owner: str) -> None:
-        """Unmap a lost peer's segments, each as soon as no copy runs on it. Does not wait.
+        """Unmap a lost peer's segments, each as soon as no copy runs on it. Does not wait for those.
 
         A later `fetch` of the same owner maps again, if the file is still there: what a dead worker left is as good
         as before until its generations say otherwise.
         """
         with self._lock:
-            self._drop_owner(owner)
+            unused = self._drop([key for key in self._open if key[0] == owner])
+        _close(unused)
 
     def close(self) -> None:
         """Forget all peers and refuse further fetches (SegmentGone). Does not wait for running copies."""
         with self._lock:
             self._closed = True
-            for key in list(self._open):
-                self._drop(key)
+            unused = self._drop(list(self._open))
+        _close(unused)
 
     def _check(self, segment: Segment) -> None:
         if segment.node != self._domain:
@@ -118,37 +130,55 @@ class Importer:
             raise LayoutMismatch("numerics", segment.numerics_hash, self._numerics_hash)
 
     def _take(self, ref: KvRef) -> _Open:
-        # Keyed by owner too: a handle of a later incarnation may look the same and be other memory.
-        key = (ref.segment.owner, ref.segment.handle)
         with self._lock:
             if self._closed:
                 raise SegmentGone("this importer is closed")
-            item = self._open.get(key)
-            if item is None:  # opened under the lock, so that `forget` sees it and nothing is mapped twice
-                item = self._open[key] = _Open(self._open_segment(ref))
+            item = self._open.setdefault(_key(ref), _Open())
             item.users += 1
             return item
+
+    def _mapped(self, item: _Open, ref: KvRef) -> PeerMapping:
+        with item.opening:
+            if item.mapping is None:
+                item.mapping = self._open_segment(ref)
+            return item.mapping
 
     def _open_segment(self, ref: KvRef) -> PeerMapping:
         opener = self._openers[ref.segment.kind]
         try:
             return opener(ref)
         except StillMapped as error:  # it is dead, and nobody has told us yet: two live ones have not the same handle
-            self._drop_owner(error.owner)
+            self.forget(error.owner)
             return opener(ref)
 
-    def _give_back(self, item: _Open) -> None:
+    def _give_back(self, key: tuple[str, str], item: _Open) -> None:
         with self._lock:
             item.users -= 1
-            if item.lost and not item.users:
-                item.mapping.close()
+            if item.users:
+                return
+            if item.mapping is None and not item.lost:  # it could not be opened
+                del self._open[key]
+            unused = [item.mapping] if item.mapping is not None and item.lost else []
+        _close(unused)
 
-    def _drop_owner(self, owner: str) -> None:
-        for key in [key for key in self._open if key[0] == owner]:
-            self._drop(key)
+    def _drop(self, keys: Iterable[tuple[str, str]]) -> list[PeerMapping]:
+        """Under the lock. The mappings that nobody uses: the caller closes them, once the lock is free."""
+        unused = []
+        for key in keys:
+            item = self._open.pop(key)
+            item.lost = True
+            if item.mapping is not None and not item.users:
+                unused.append(item.mapping)
+        return unused
 
-    def _drop(self, key: tuple[str, str]) -> None:
-        item = self._open.pop(key)
-        item.lost = True
-        if not item.users:
-            item.mapping.close()
+
+def _key(ref: KvRef) -> tuple[str, str]:
+    """By owner too: a handle of a later incarnation may look the same and be other memory."""
+    return ref.segment.owner, ref.segment.handle
+
+
+def _close(mappings: Iterable[PeerMapping]) -> None:
+    """All of them, also where one fails."""
+    with ExitStack() as all_of_them:
+        for mapping in mappings:
+            all_of_them.callback(mapping.close)

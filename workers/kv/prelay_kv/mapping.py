@@ -56,15 +56,15 @@ class ShmMapping(PeerMapping):
         self._pool = blocks.view(getattr(torch, layout.dtype)).view(layout.shape)
 
     @classmethod
-    def open(cls, ref: KvRef, shm_dir: Path) -> ShmMapping:
-        """Map the file that `ref` names in `shm_dir`.
+    def open(cls, ref: KvRef, shm_dir: Path, may_write: bool = False) -> ShmMapping:
+        """Map the file that `ref` names in `shm_dir`; `may_write` as for `PeerFile.open`.
 
         SegmentGone when it cannot be opened; BadKvRef when its name, size or header is not what `ref` says.
         """
         parts = Parts.of(ref.layout)
         if (ref.segment.device, ref.segment.offset) != ("cpu", parts.blocks):
             raise BadKvRef(ref.encode(), "no pool of shared memory has this device and offset")
-        return cls(PeerFile.open(ref, parts, shm_dir), ref.layout)
+        return cls(PeerFile.open(ref, parts, shm_dir, may_write), ref.layout)
 
     def pool(self, ref: KvRef) -> torch.Tensor:
         self._file.check(ref)

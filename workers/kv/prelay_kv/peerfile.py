@@ -7,6 +7,7 @@ import mmap
 import os
 import stat
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,15 +32,16 @@ class PeerFile:
         self._table = np.frombuffer(memory, dtype=np.uint64, count=ref.layout.num_blocks, offset=parts.generations)
 
     @classmethod
-    def open(cls, ref: KvRef, parts: Parts, shm_dir: Path) -> PeerFile:
+    def open(cls, ref: KvRef, parts: Parts, shm_dir: Path, may_write: bool = False) -> PeerFile:
         """Map the file that `ref` names in `shm_dir`.
 
+        With `may_write` the mapping, read-only as ever, can be made writable later if the file's mode allows that.
         SegmentGone when it cannot be opened; BadKvRef when its name, its size or its header's owner and layout are not
         what `ref` and `parts` say.
         """
         if not is_name(ref.segment.handle):
             raise BadKvRef(ref.encode(), "no pool has this handle")
-        fd = _open_file(shm_dir / ref.segment.handle)
+        fd = _open_file(shm_dir / ref.segment.handle, may_write)
         try:
             _check_whole(os.fstat(fd), parts.nbytes)
             header = read_header(os.pread(fd, PAGE, 0))  # not through the mapping: a read cannot fault
@@ -109,11 +111,19 @@ class PeerFile:
         os.close(fd)
 
 
-def _open_file(path: Path) -> int:
-    try:  # O_NONBLOCK: a pipe of that name must not hold the caller up
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def _open_file(path: Path, may_write: bool) -> int:
+    try:
+        if may_write:
+            with suppress(PermissionError):
+                return _open(path, os.O_RDWR)
+        return _open(path, os.O_RDONLY)
     except OSError as error:
         raise SegmentGone(f"{path.name} cannot be opened: {error.strerror}") from None
+
+
+def _open(path: Path, how: int) -> int:
+    # O_NONBLOCK: a pipe of that name must not hold the caller up
+    return os.open(path, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _owner_is_dead(fd: int) -> bool:

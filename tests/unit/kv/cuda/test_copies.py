@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prelay_kv.cuda.copies import Copier, coalesced
+from prelay_kv.cuda.copies import Copier, coalesced, piece
 from prelay_kv.cuda.runtime import Cudart
 from prelay_kv.errors import CudaError
 from tests.bed.cudart import FakeGpus, library
@@ -36,20 +36,30 @@ BLOCKS = 16
 def test_blocks_that_are_neighbours_on_both_sides_are_one_copy(
     src: list[int], dst: list[int], runs: list[tuple[int, int, int]]
 ) -> None:
-    assert coalesced(src, dst) == runs
+    assert coalesced(src, dst, 100) == runs
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9))))
-def test_the_runs_are_the_pairs_and_no_two_of_them_could_be_one(pairs: list[tuple[int, int]]) -> None:
-    runs = coalesced([src for src, _ in pairs], [dst for _, dst in pairs])
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9))), st.integers(1, 10))
+def test_the_runs_are_the_pairs_and_no_two_of_them_could_be_one(pairs: list[tuple[int, int]], most: int) -> None:
+    runs = coalesced([src for src, _ in pairs], [dst for _, dst in pairs], most)
     assert [(src + i, dst + i) for src, dst, count in runs for i in range(count)] == pairs
     for (src, dst, count), after in pairwise(runs):
-        assert (src + count, dst + count) != after[:2]
+        assert (src + count, dst + count) != after[:2] or after[0] % most == 0
+    assert all(src // most == (src + count - 1) // most for src, _, count in runs)
 
 
 def test_two_lists_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
-        coalesced([1, 2], [1])
+        coalesced([1, 2], [1], 100)
+
+
+@pytest.mark.parametrize(
+    ("block_nbytes", "blocks"),
+    [(2 << 20, 512), (4096, 1 << 18), (3 * 4096, (1 << 30) // (3 * 4096)), (2 << 30, 1), (4098, 127 * 2048)],
+)
+def test_a_piece_is_a_gibibyte_of_whole_pages_or_a_little_less(block_nbytes: int, blocks: int) -> None:
+    assert piece(block_nbytes) == blocks
+    assert piece(block_nbytes) * block_nbytes % 4096 == 0
 
 
 class Counted(Cudart):

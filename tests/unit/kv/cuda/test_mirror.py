@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prelay_engine.blocks import BlockPool
-from prelay_kv.cuda import mirror as mirrors
+from prelay_kv.cuda import copies
+from prelay_kv.cuda import pin as pins
 from prelay_kv.cuda.copies import Copier
 from prelay_kv.cuda.mirror import Mirror, PinnedMapping
 from prelay_kv.cuda.runtime import Cudart
@@ -73,6 +76,19 @@ class Watched(Cudart):
 def is_mapped(pointer: int) -> bool:
     spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(first, 16) <= pointer < int(stop, 16) for first, stop in spans)
+
+
+def resident(pointer: int) -> int:
+    """Bytes of the mapping that `pointer` is in whose pages this process need not ask for any more."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word = line.split()[0]
+        if "-" in word:
+            first, stop = (int(end, 16) for end in word.split("-"))
+            inside = first <= pointer < stop
+        elif inside and word == "Rss:":
+            return 1024 * int(line.split()[1])
+    return 0
 
 
 class Pools:
@@ -316,7 +332,7 @@ def test_memory_that_cannot_be_unpinned_stays_mapped(
     pools: Pools, mapped: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck: list[torch.Tensor] = []
-    monkeypatch.setattr(mirrors, "_STUCK", stuck)
+    monkeypatch.setattr(pins, "STUCK", stuck)
     mirror = Mirror(pools.tensor, pools.host, pools.runtime, 0)
     pools.runtime.unregister_fails = True
     with pytest.raises(CudaError, match="cudaHostUnregister"):
@@ -428,6 +444,38 @@ def test_a_peer_s_memory_is_pinned_read_only_and_unpinned_before_it_is_unmapped(
     assert not is_mapped(start)
 
 
+def test_all_pages_are_mapped_before_the_driver_pins_them_under_its_lock(
+    layout: KvLayout, gpus: FakeGpus, shm_dir: Path
+) -> None:
+    found: list[int] = []
+
+    class Looks(Cudart):
+        def host_register(self, pointer: int, nbytes: int, read_only: bool = False) -> None:
+            found.append(resident(pointer))
+            super().host_register(pointer, nbytes, read_only)
+
+    large = replace(layout, num_blocks=4096)
+    with closing(ShmPool.create("peer", large, shm_dir)) as host:
+        PinnedMapping.open(host.ref([1], [0], tokens=1), runtime=Looks(library()), device=0, shm_dir=shm_dir).close()
+    assert found
+    assert min(found) >= large.nbytes
+
+
+def test_a_dead_owner_s_memory_is_read_without_being_pinned(pools: Pools, mirror: Mirror, importing: Importing) -> None:
+    pools.export(mirror, [2])
+    ref = pools.host.ref([2], [0], tokens=1)
+    mirror.close()
+    # Given an owner that is dead, and its file not swept yet
+    pools.host.close(unlink=False)
+    try:
+        importing.importer.fetch(ref, importing.copy)
+    finally:
+        pools.host.path.unlink()
+    assert importing.numbers(1) == [3]
+    assert [mapping.pinned for mapping in importing.mappings] == [False]
+    assert importing.importer.orphans() == {"peer"}
+
+
 def test_a_tensor_that_is_kept_stays_readable_and_is_not_pinned_any_more(
     pools: Pools, watched: Watched, shm_dir: Path
 ) -> None:
@@ -443,33 +491,96 @@ def test_a_tensor_that_is_kept_stays_readable_and_is_not_pinned_any_more(
         mapping.pool(ref)
 
 
-def test_without_read_only_pinning_the_copy_goes_unpinned(
-    pools: Pools, mirror: Mirror, importing: Importing, gpus: FakeGpus, caplog: pytest.LogCaptureFixture
+def permissions(pointer: int) -> str:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, stop = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= pointer < stop:
+            return line.split()[1]
+    return ""
+
+
+def test_where_nothing_read_only_is_pinned_it_is_writable_only_while_that_is_done(
+    pools: Pools, mirror: Mirror, importing: Importing, gpus: FakeGpus, mapped: Callable[[], int]
 ) -> None:
-    # Given a device that pins memory only to write to it, which a read-only mapping does not allow
+    # Given a device that pins memory only to write to it, as most do
     gpus.set(no_read_only=1)
     pools.export(mirror, [2])
     # When blocks are fetched
     importing.importer.fetch(pools.host.ref([2], [0], tokens=1), importing.copy)
-    # Then they are there, and somebody was told
+    # Then they are there, and their owner's memory is as safe from this process as ever
+    assert importing.numbers(1) == [3]
+    assert [mapping.pinned for mapping in importing.mappings] == [True]
+    _, start, nbytes, read_only = pools.runtime.log[-1]
+    assert (nbytes, read_only) == (pools.layout.nbytes, False)
+    assert permissions(start) == permissions(start + nbytes - 1) == "r--s"
+    assert mapped() == 2  # in one piece each
+
+
+def test_what_may_not_be_made_writable_goes_unpinned(
+    pools: Pools,
+    mirror: Mirror,
+    importing: Importing,
+    gpus: FakeGpus,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given a peer of another user, whose files can only be read
+    gpus.set(no_read_only=1)
+    opened = os.open
+
+    def for_reading(path: Any, flags: int, *mode: int) -> int:
+        if str(path).endswith(".kv") and flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", for_reading)
+    pools.export(mirror, [2])
+    importing.importer.fetch(pools.host.ref([2], [0], tokens=1), importing.copy)
     assert importing.numbers(1) == [3]
     assert [mapping.pinned for mapping in importing.mappings] == [False]
-    assert "cannot be pinned" in caplog.text
+    assert "cannot be made writable: Permission denied" in caplog.text
     importing.importer.forget("peer")
     assert [entry[0] for entry in pools.runtime.log] == ["register"]  # the owner's
 
 
-def test_where_only_plain_pinning_works_it_is_taken(pools: Pools, shm_dir: Path) -> None:
-    class Plain(Watched):
-        def host_register(self, pointer: int, nbytes: int, read_only: bool = False) -> None:
-            if read_only:
-                raise CudaError("cudaHostRegister", 801, "cudaErrorNotSupported")
-            super().host_register(pointer, nbytes, read_only=True)  # as a system that does not mind would
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch, layout: KvLayout) -> int:
+    """Memory is pinned in the least pieces that there can be; their number."""
+    monkeypatch.setattr(copies, "PIECE_NBYTES", 1)
+    number, rest = divmod(layout.num_blocks, copies.piece(layout.block_nbytes))
+    assert (number > 1, rest) == (True, 0)
+    return number
 
-    with closing(
-        PinnedMapping.open(pools.host.ref([1], [0], tokens=1), runtime=Plain(), device=0, shm_dir=shm_dir)
-    ) as mapping:
-        assert mapping.pinned
+
+def test_memory_is_pinned_piece_by_piece_and_no_copy_reaches_from_one_into_the_next(
+    pieces: int, pools: Pools, importing: Importing
+) -> None:
+    blocks = list(range(pools.layout.num_blocks))
+    with closing(Mirror(pools.tensor, pools.host, pools.runtime, 0)) as mirror:
+        assert [entry[0] for entry in pools.runtime.log] == ["register"] * pieces
+        pools.export(mirror, blocks)
+        assert pools.wrong(blocks) == []
+        importing.importer.fetch(pools.host.ref(blocks, [0] * 8, tokens=32), importing.copy)
+        assert importing.numbers(8) == [1 + block for block in blocks]
+        importing.mappings.clear()
+        importing.importer.forget("peer")
+    names = [entry[0] for entry in pools.runtime.log]
+    assert names == ["register"] * 2 * pieces + ["unregister"] * 2 * pieces
+
+
+def test_a_piece_that_cannot_be_pinned_leaves_none_pinned(pieces: int, pools: Pools) -> None:
+    class Half(Watched):
+        def host_register(self, pointer: int, nbytes: int, read_only: bool = False) -> None:
+            if sum(entry[0] == "register" for entry in self.log) == pieces // 2:
+                raise CudaError("cudaHostRegister", 2, "cudaErrorMemoryAllocation")
+            super().host_register(pointer, nbytes, read_only)
+
+    runtime = Half()
+    with closing(Mirror(pools.tensor, pools.host, runtime, 0)) as mirror:
+        assert not mirror.pinned
+        assert [entry[0] for entry in runtime.log] == ["register"] * (pieces // 2) + ["unregister"] * (pieces // 2)
+        pools.export(mirror, [0, 1, 2, 3])
+        assert pools.wrong([0, 1, 2, 3]) == []
 
 
 @pytest.mark.parametrize("broken", [700, 719])
@@ -497,7 +608,7 @@ def test_a_peer_s_memory_that_cannot_be_unpinned_stays_mapped(
     pools: Pools, watched: Watched, shm_dir: Path, mapped: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck: list[torch.Tensor] = []
-    monkeypatch.setattr(mirrors, "_STUCK", stuck)
+    monkeypatch.setattr(pins, "STUCK", stuck)
     mapping = PinnedMapping.open(pools.host.ref([1], [0], tokens=1), runtime=watched, device=0, shm_dir=shm_dir)
     watched.unregister_fails = True
     with pytest.raises(CudaError, match="cudaHostUnregister"):

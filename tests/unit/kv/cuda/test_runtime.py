@@ -21,7 +21,9 @@ def test_an_error_says_call_name_and_number(runtime: Cudart) -> None:
     assert not caught.value.fatal
 
 
-@pytest.mark.parametrize(("code", "fatal"), [(2, False), (201, False), (217, False), (700, True), (719, True)])
+@pytest.mark.parametrize(
+    ("code", "fatal"), [(2, False), (201, False), (217, False), (700, True), (719, True), (721, True)]
+)
 def test_an_error_that_breaks_the_device_for_this_process_is_fatal(
     gpus: FakeGpus, runtime: Cudart, code: int, fatal: bool
 ) -> None:
@@ -118,6 +120,8 @@ def test_the_runtime_that_is_loaded_already_goes_before_the_linker_s(
     )
     monkeypatch.setattr(module, "_NAMES", (str(library()),))
     assert Cudart.find().path == str(plain)
+    nowhere.write_text(f"7f02-7f03 r--p 00000000 fe:00 12      {loaded}\n")
+    assert Cudart.find().path == str(loaded)
     nowhere.write_text("")
     assert Cudart.find().path == str(library())
 

@@ -64,13 +64,19 @@ class GatedMlp(nn.Module):
 def replace_layers(net: nn.Module, linears: Linears) -> None:
     """Replace norms, gated MLPs and linears under `net`, whose weights lie on the device already."""
     replace_rowwise(net)
-    for module in list(net.modules()):
-        for name, child in list(module.named_children()):
-            if _is_gated(child):
-                setattr(module, name, GatedMlp(child, linears))
-            elif isinstance(child, RMSNorm):
-                setattr(module, name, Norm(child))
+    _replace_within(net, linears)
     replace_linears(net, kernels=linears)
+
+
+def _replace_within(module: nn.Module, linears: Linears) -> None:
+    """One after the other, and no list of them all: it would hold the weights of all MLPs twice to its end."""
+    for name, child in list(module.named_children()):
+        if _is_gated(child):
+            setattr(module, name, GatedMlp(child, linears))
+        elif isinstance(child, RMSNorm):
+            setattr(module, name, Norm(child))
+        else:
+            _replace_within(child, linears)
 
 
 def _is_gated(module: nn.Module) -> bool:

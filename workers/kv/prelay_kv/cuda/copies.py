@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Sequence
+from math import lcm
 
 from .runtime import Cudart
 
+#: About how much host memory is pinned at a time, bytes.
+PIECE_NBYTES = 1 << 30
 
-def coalesced(src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> list[tuple[int, int, int]]:
+
+def piece(block_nbytes: int) -> int:
+    """How many blocks of a pool in host memory are pinned at a time: whole pages of them.
+
+    What is pinned apart is apart for copies, too: one that reaches from a piece into the next is refused.
+    """
+    least = lcm(block_nbytes, mmap.PAGESIZE) // block_nbytes
+    return max(1, PIECE_NBYTES // (least * block_nbytes)) * least
+
+
+def coalesced(src_blocks: Sequence[int], dst_blocks: Sequence[int], most: int) -> list[tuple[int, int, int]]:
     """The copies (source, destination, count) that move `src_blocks` to `dst_blocks`, pairwise and in order.
 
-    Neighbours that are neighbours on both sides go in one. ValueError when the two differ in length.
+    Neighbours that are neighbours on both sides go in one, but none crosses a multiple of `most` in the source.
+    ValueError when the two differ in length.
     """
     runs: list[tuple[int, int, int]] = []
     for src, dst in zip(src_blocks, dst_blocks, strict=True):
         if runs:
             first, first_dst, count = runs[-1]
-            if (src, dst) == (first + count, first_dst + count):
+            if (src, dst) == (first + count, first_dst + count) and src % most:
                 runs[-1] = (first, first_dst, count + 1)
                 continue
         runs.append((src, dst, 1))
@@ -46,10 +61,11 @@ class Copier:
     ) -> None:
         """Copy block by block between two pools of blocks of `block_nbytes`, on host or device.
 
+        Of a pool in host memory, which may be pinned in pieces, block i is the source, or the destination of block i.
         Nothing runs any more when this returns or raises: not the copies before the one that failed either. Until then
         the destination's blocks belong to the copy. After an error their bytes mean nothing.
         """
-        runs = coalesced(src_blocks, dst_blocks)
+        runs = coalesced(src_blocks, dst_blocks, piece(block_nbytes))
         with self._lock:
             if self._stream is None:
                 raise ValueError("the copier is closed")

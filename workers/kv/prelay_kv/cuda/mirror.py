@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,19 +9,13 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CudaError
 from ..mapping import PeerMapping, ShmMapping
 from ..ref import KvRef
 from ..segment import SHM_DIR
 from ..shm import ShmPool
 from .copies import Copier
+from .pin import Pin
 from .runtime import Cudart
-
-log = logging.getLogger("prelay.kv")
-
-#: Pinned memory that the driver would not give back. It stays mapped while this process lives: the driver would take
-#: other memory at the same addresses for it, and copy what is not there any more.
-_STUCK: list[torch.Tensor] = []
 
 
 class Mirror:
@@ -49,7 +42,7 @@ class Mirror:
         with ExitStack() as undo:
             self._copier = Copier(runtime, device)
             undo.callback(self._copier.close)
-            self._pin = _Pin(host.tensor, runtime, device, read_only=(False,))
+            self._pin = Pin(host.tensor, runtime, device)
             undo.pop_all()
 
     def __repr__(self) -> str:
@@ -97,7 +90,7 @@ class PinnedMapping(PeerMapping):
     A `ShmMapping` otherwise.
     """
 
-    def __init__(self, mapping: ShmMapping, pin: _Pin) -> None:
+    def __init__(self, mapping: ShmMapping, pin: Pin | None) -> None:
         """Take over both. Use `open`."""
         self._mapping = mapping
         self._pin = pin
@@ -107,20 +100,20 @@ class PinnedMapping(PeerMapping):
         """Map the file that `ref` names, for copies to `device`, which becomes this thread's current one.
 
         SegmentGone and BadKvRef as from `ShmMapping`; CudaError when the device cannot be used. Pinning takes seconds
-        where the pool has tens of gigabytes.
+        where the pool has tens of gigabytes. So a dead owner's is not pinned: it is unmapped within a second, and
+        mapped again for each of its jobs that comes still.
         """
         with ExitStack() as undo:
-            mapping = ShmMapping.open(ref, shm_dir)
+            mapping = ShmMapping.open(ref, shm_dir, may_write=True)
             undo.callback(mapping.close)
-            # The mapping is read-only. Without the flag, only a system that ignores this for the device will pin it.
-            pin = _Pin(mapping.pool(ref), runtime, device, read_only=(True, False))
+            pin = None if mapping.is_orphaned() else Pin(mapping.pool(ref), runtime, device, theirs=True)
             undo.pop_all()
             return cls(mapping, pin)
 
     @property
     def pinned(self) -> bool:
         """Whether the memory is pinned. If not, copies are slower and otherwise the same."""
-        return self._pin.refused is None
+        return self._pin is not None and self._pin.refused is None
 
     def pool(self, ref: KvRef) -> torch.Tensor:
         return self._mapping.pool(ref)
@@ -136,48 +129,5 @@ class PinnedMapping(PeerMapping):
         """Unpin, then unmap. No copy may be running. CudaError when the device is broken."""
         with ExitStack() as last:
             last.callback(self._mapping.close)
-            last.callback(self._pin.undo)
-
-
-class _Pin:
-    """Blocks in host memory, registered with the runtime if it allows. Keeps them mapped until `undo`."""
-
-    def __init__(self, blocks: torch.Tensor, runtime: Cudart, device: int, read_only: tuple[bool, ...]) -> None:
-        """Try the ways in `read_only`, in their order. CudaError when the device cannot be used any more."""
-        self._blocks: torch.Tensor | None = blocks
-        self._runtime = runtime
-        self._device = device
-        runtime.set_device(device)
-        #: Why the memory is not pinned, by the last of the ways; None when it is.
-        self.refused = self._register(blocks, read_only)
-        if self.refused is not None:
-            log.warning(
-                "%.1f GiB of host memory for KV cannot be pinned, so that copies are slow: %s",
-                blocks.nbytes / (1 << 30),
-                self.refused,
-            )
-
-    def _register(self, blocks: torch.Tensor, ways: tuple[bool, ...]) -> str | None:
-        refused = None
-        for read_only in ways:
-            try:
-                self._runtime.host_register(blocks.data_ptr(), blocks.nbytes, read_only)
-            except CudaError as error:
-                if error.fatal:
-                    raise
-                refused = str(error)  # the error itself holds on to the blocks, by its traceback
-            else:
-                return None
-        return refused
-
-    def undo(self) -> None:
-        """Unregister; a second call does nothing. On an error the memory stays mapped, see _STUCK."""
-        blocks, self._blocks = self._blocks, None
-        if blocks is None or self.refused is not None:
-            return
-        try:
-            self._runtime.set_device(self._device)
-            self._runtime.host_unregister(blocks.data_ptr())
-        except BaseException:
-            _STUCK.append(blocks)
-            raise
+            if self._pin is not None:
+                last.callback(self._pin.undo)

@@ -23,8 +23,9 @@ from .runtime import Cudart
 
 #: The child. -P: no module of the folder where it happens to run.
 COMMAND = (sys.executable, "-P", "-m", "prelay_kv.cuda.probe")
-#: How long the child may take, in seconds: loading a driver takes one or two.
-LIMIT_S = 10.0
+#: How long the child may take, in seconds. A driver looks at all cards of the machine, a second or two for each that
+#: was asleep, while all workers load their models. Too short a time would send KV the long way for good.
+LIMIT_S = 60.0
 
 #: Bytes of the allocation that is tried. Smaller ones share an allocation, and a handle means all of that.
 _NBYTES = 2 << 20

@@ -22,6 +22,8 @@ HANDLE_NBYTES = 64
 #: Names that the dynamic linker is asked for, newest first.
 _NAMES = ("libcudart.so.13", "libcudart.so.12")
 _MAPS = Path("/proc/self/maps")
+#: A line of it that names a runtime, in whatever folder. What follows a name is " (deleted)".
+_MAPPED = re.compile(r"(?:\S+\s+){5}(/.*/libcudart[^/\s]*\.so[^/\s]*)")
 
 _OK, _NO_DEVICE = 0, 100
 _STREAM_NON_BLOCKING = 1
@@ -247,7 +249,7 @@ def _candidates() -> Iterator[str]:
 
 def _loaded() -> Iterator[str]:
     for line in _MAPS.read_text().splitlines():
-        if found := re.search(r"\s(/\S*/libcudart[^/\s]*\.so[^/\s]*)$", line):
+        if found := _MAPPED.fullmatch(line):
             yield found[1]
 
 

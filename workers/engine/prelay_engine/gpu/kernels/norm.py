@@ -18,6 +18,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     x [rows, width] or [rows, heads, width] in float32, float16 or bfloat16, with any strides before its last dimension,
     which is contiguous. weight float32 [width]. How rows are cut depends on their width only, and so do their bits.
+    Nothing is compiled for a number of rows or heads: models have tokens in either place.
     """
     width = x.shape[-1]
     assert x.ndim in (2, 3)
@@ -32,22 +33,24 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return out
     tile = min(_TILE, triton.next_power_of_2(width))
     held = max(1, _LEAST // tile)
+    # What one of a kind has may be anything, and would be compiled for.
+    row_stride, head_stride = x.stride(0) if x.shape[0] > 1 else width, x.stride(1) if heads > 1 else width
     _rms_norm[(triton.cdiv(rows, held),)](
-        x, weight, out, rows, x.stride(0) if x.shape[0] > 1 else width * heads, x.stride(1) if x.ndim == 3 else width,
-        eps, WIDTH=width, HEADS=heads, ROWS=held, TILE=tile, num_warps=8 if tile > 2048 else 4, enable_fp_fusion=False,
+        x, weight, out, rows, heads, row_stride, head_stride, eps, WIDTH=width, ROWS=held, TILE=tile,
+        num_warps=8 if tile > 2048 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows", "heads"])  # type: ignore[untyped-decorator]
 def _rms_norm(
-    x: tensor, weight: tensor, out: tensor, rows: tensor, row_stride: tensor, head_stride: tensor, eps: tensor,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    x: tensor, weight: tensor, out: tensor, rows: tensor, heads: tensor, row_stride: tensor, head_stride: tensor,
+    eps: tensor, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, TILE)[None, :]
-    x += row // HEADS * row_stride + row % HEADS * head_stride
-    out += row * WIDTH
+    x += (row // heads).to(tl.int64) * row_stride + (row % heads).to(tl.int64) * head_stride
+    out += row.to(tl.int64) * WIDTH
     squares = tl.zeros((ROWS, TILE), tl.float32)
     for start in range(0, WIDTH, TILE):
         number = start + lane
