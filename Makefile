@@ -24,7 +24,7 @@ INSTALL = PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" scripts
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev clients model serve wheel test test-slow lint format types layers check secrets clean
+.PHONY: help install dev clients model serve wheel test test-slow lint format types layers check gpu-check secrets clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ layers: dev ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
 check: lint types layers test ## all of these
+
+gpu-check: ## prove on this machine's GPU what no other can run (ARGS=--help; needs no installation)
+	$(PYTHON) scripts/gpu_check.py $(ARGS)
 
 secrets: ## passwords and an API key for docker-compose.yml, as files in ./secrets
 	scripts/secrets.sh

@@ -18,7 +18,9 @@ from .lines import Asked, Silent
 class Crew:
     """Runs the checks of `part`. A child that ends or hangs is replaced; the check that it was at has failed."""
 
-    def __init__(self, part: Part, board: Board, budget: Budget, environment: Mapping[str, str], rehearse: bool) -> None:
+    def __init__(
+        self, part: Part, board: Board, budget: Budget, environment: Mapping[str, str], rehearse: bool
+    ) -> None:
         self._part, self._board, self._budget = part, board, budget
         self._environment, self._rehearse = environment, rehearse
         self._waiting: deque[Check] = deque()
@@ -60,12 +62,13 @@ class Crew:
             child.tell(check.full_name)
             while "say" in (message := child.hear(until)):
                 self._board.say(f"  {check.full_name}: {message['say']}")
-        except Silent as error:
+            found = Found(**message["found"])
+        except (Silent, ValueError, TypeError, KeyError, OSError) as error:  # whatever it did: the others go on
             if child is not None:
                 child.kill()
             self._board.note(check, Found(FAILED, why=f"its process: {error}", seconds=time.monotonic() - began))
             return None
-        self._board.note(check, Found(**message["found"]))
+        self._board.note(check, found)
         if message["broken"]:
             child.close()
             return None

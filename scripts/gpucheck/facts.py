@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -40,6 +41,7 @@ def main() -> int:
 def _gather() -> dict[str, Any]:
     facts: dict[str, Any] = {"python": platform.python_version(), "kernel": platform.release(), "commit": _commit()}
     facts["cores"] = os.cpu_count()
+    facts["compiler"] = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), "none: Triton needs one")
     with contextlib.suppress(OSError):
         shm = os.statvfs("/dev/shm")
         facts["shm_free"] = shm.f_bavail * shm.f_frsize

@@ -84,7 +84,11 @@ def _partners(rig: Rig) -> list[Partner]:
             partner.wait()
         return made
 
-    return rig.once("partners", make, lambda made: [partner.end() for partner in made])
+    def end(made: list[Partner]) -> None:
+        for partner in made:
+            partner.end()
+
+    return rig.once("partners", make, end)
 
 
 def _main(rig: Rig) -> Exporter:
@@ -223,7 +227,10 @@ def writer_killed(rig: Rig) -> Found:
     try:
         _importer(rig).fetch(exporter.ref, Taken(rig, exporter.ref))
     except StaleKv as error:
-        need(error.blocks == tuple(range(half, len(exporter.ref.blocks))), "other blocks than those overwritten are stale")
+        need(
+            error.blocks == tuple(range(half, len(exporter.ref.blocks))),
+            "other blocks than those overwritten are stale",
+        )
     else:
         raise Wrong("overwritten blocks were taken for whole")
     kept = KvRef(

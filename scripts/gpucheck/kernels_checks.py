@@ -144,7 +144,9 @@ def decode_long(rig: Rig) -> Found:
         for form in _two(rig, Form(window=lengths[-1] // 2, softcap=20.0, sinks=True)):
             found = told.decoded([(0, length) for length in lengths], form)
             for row, length in enumerate(lengths):
-                worst.near(found[row], told.expected(Rows(0, length - 1, 1), form)[0], f"{heads}, {form}, {length} keys")
+                worst.near(
+                    found[row], told.expected(Rows(0, length - 1, 1), form)[0], f"{heads}, {form}, {length} keys"
+                )
     return passed(str(worst))
 
 
@@ -168,7 +170,9 @@ def linear_values(rig: Rig) -> Found:
     odd = [(1, 1, 1), (3, 64, 64), (130, 70, 33), (64, 65, 200), (300, 1536, 576)]
     large = [(128, 6144, 4096), (77, 28672, 4096), (256, 4096, 14336), (5, 128256, 4096)]
     for dtype in (torch.float32, *rig.halves):
-        for rows, columns, depth in rig.pick(odd + large * (dtype == rig.half), [(1, 1, 1), (20, 17, 33), (70, 40, 64)]):
+        for rows, columns, depth in rig.pick(
+            odd + large * (dtype == rig.half), [(1, 1, 1), (20, 17, 33), (70, 40, 64)]
+        ):
             x, weight = rig.randn(rows, depth, dtype=dtype), rig.randn(columns, depth, seed=1, dtype=dtype)
             bias, wanted = rig.randn(columns, seed=2, dtype=dtype), x.double() @ weight.double().T
             what = f"{dtype}, {rows} × {columns} × {depth}"

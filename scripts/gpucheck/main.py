@@ -39,10 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gpu_check.py", description="Prove the GPU code on this machine's first card.")
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py", description="Prove the GPU code on this machine's first card."
+    )
     parser.add_argument("--seconds", type=float, default=420, help="for all of it (420); what finds no time is skipped")
     parser.add_argument("--only", type=_chosen, default=(), help="parts or checks, as in ipc,kernels.linear")
-    parser.add_argument("--json", type=Path, help="where results are written after every check (gpu_check.json)")
+    parser.add_argument(
+        "--json", type=Path, help="results, after every check (gpu_check.json); --only keeps the others"
+    )
     parser.add_argument("--list", action="store_true", help="print all checks in Markdown, with the figures of --json")
     parser.add_argument("--rehearse", action="store_true", help=argparse.SUPPRESS)
     for inner in ("--child", "--peer"):
@@ -84,7 +88,7 @@ def _check(args: argparse.Namespace) -> int:
         if why := found.get("problem"):
             print(f"gpu_check: no card to check on: {why}", flush=True)
             return NO_CARD
-        board = Board(args.json or _FILE, found, args.rehearse)
+        board = Board(args.json or _FILE, found, args.rehearse, keep=bool(args.only))
         board.say(", ".join(f"{name} {value}" for name, value in found.items() if value))
         budget = Budget(began + args.seconds)
         signal.signal(signal.SIGTERM, _interrupted)
@@ -94,11 +98,11 @@ def _check(args: argparse.Namespace) -> int:
             print(board.table(), flush=True)
             return CUT_OFF
         print(board.table(), flush=True)
-        return board.code()
+        return board.code(_chosen_checks(args))
 
 
 def _run(args: argparse.Namespace, board: Board, budget: Budget, children: dict[str, str]) -> None:
-    chosen = [check for check in CHECKS if not args.only or {check.part, check.full_name} & set(args.only)]
+    chosen = _chosen_checks(args)
     parts = [part for part in PARTS if any(check.part == part.name for check in chosen)]
     for number, part in enumerate(parts):
         checks: list[Check] = [check for check in chosen if check.part == part.name]
@@ -108,7 +112,9 @@ def _run(args: argparse.Namespace, board: Board, budget: Budget, children: dict[
         Crew(part, board, budget, children, args.rehearse).run(checks, ends)
 
 
+def _chosen_checks(args: argparse.Namespace) -> list[Check]:
+    return [check for check in CHECKS if not args.only or {check.part, check.full_name} & set(args.only)]
+
+
 def _interrupted(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     raise KeyboardInterrupt
-
-

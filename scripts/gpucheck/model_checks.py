@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from unittest.mock import patch
 
 import torch
 
@@ -63,16 +64,17 @@ def graphs(rig: Rig) -> Found:
     store, sizes, others = _store(rig, model), rig.pick((1, 2, 4, 8, 16), (1, 2)), rig.pick((3, 7, 13), ())
     tokens, prompts = rig.pick(12, 3), {count: _prompts(rig, model, count) for count in (*sizes, *others)}
     eager = {count: answers(model, store, prompts[count], tokens) for count in prompts}
+
+    def compared(count: int, where: str) -> float:
+        return _alike(answers(model, store, prompts[count], tokens), eager[count], f"{count} rows {where}")
+
     model.decode_from(store, most, None)
-    told = []
-    for count in sizes:
-        told.append(_alike(answers(model, store, prompts[count], tokens), eager[count], f"{count} rows in buffers"))
+    told = [compared(count, "in buffers") for count in sizes]
     began = time.monotonic()
     model.decode_from(store, most, capture(rig))
     took = time.monotonic() - began
     need("run without" not in repr(model._decoder), f"not all is captured: {model._decoder!r}")
-    for count in sizes:
-        told.append(_alike(answers(model, store, prompts[count], tokens), eager[count], f"{count} rows in a graph"))
+    told += [compared(count, "in a graph") for count in sizes]
     for count in others:
         off = farthest(answers(model, store, prompts[count], tokens, forced=eager[count]), eager[count])
         told.append(off)
@@ -97,7 +99,14 @@ def among_writers(rig: Rig) -> Found:
     blocks, mine = rig.pick((512, 128), (24, 12))
     shape = model.geometry
     layout = KvLayout(
-        blocks, shape.layers, shape.kv_heads, 16, shape.head_dim, str(shape.dtype).removeprefix("torch."), "1a2b", "3c4d"
+        blocks,
+        shape.layers,
+        shape.kv_heads,
+        16,
+        shape.head_dim,
+        str(shape.dtype).removeprefix("torch."),
+        "1a2b",
+        "3c4d",
     )
     place = str(rig.device)
     partner = Partner(rig.rehearse)
@@ -135,11 +144,13 @@ def _copying(rig: Rig, pool: CudaPool, theirs: KvRef, numbers: range) -> Iterato
     copier, imports = Copier(rig.runtime(), rig.index), importer(rig, pool.layout)
     nbytes, target = pool.layout.block_nbytes, pool.tensor.data_ptr()
 
+    def copy(there: torch.Tensor, blocks: Sequence[int]) -> None:
+        copier.copy(there.data_ptr(), blocks[: len(numbers)], target, numbers, nbytes)
+
     def work() -> None:
         try:
             while not stop.is_set():
-                few = theirs.blocks[: len(numbers)]
-                imports.fetch(theirs, lambda there, _: copier.copy(there.data_ptr(), few, target, numbers, nbytes))
+                imports.fetch(theirs, copy)
                 copies[0] += 1
         except Exception as error:
             failed.append(error)
@@ -163,7 +174,13 @@ def sampled(rig: Rig) -> Found:
     model.decode_from(store, count, capture(rig))
     prompts, tokens = _prompts(rig, model, count), rig.pick(20, 3)
     settings = [
-        Sampling(tokens, temperature=0.6 + 0.2 * (text % 4), top_k=(0, 40)[text % 2], top_p=(1.0, 0.9)[text // 2 % 2], seed=text)
+        Sampling(
+            tokens,
+            temperature=0.6 + 0.2 * (text % 4),
+            top_k=(0, 40)[text % 2],
+            top_p=(1.0, 0.9)[text // 2 % 2],
+            seed=text,
+        )
         for text in range(count)
     ]
     found = answers(model, store, prompts, tokens, sampling=settings)
@@ -218,7 +235,9 @@ def _short_of_memory(rig: Rig, model: GpuModel) -> Iterator[None]:
         hook.remove()
         return
     total = torch.cuda.get_device_properties(rig.device).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(rig.device) + (32 << 20)) / total, rig.device)
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved(rig.device) + (32 << 20)) / total, rig.device
+    )
     try:
         yield
     finally:
@@ -249,9 +268,8 @@ def memory_share(rig: Rig) -> Found:
     share, running = 0.3, rig.pick(256, 2)
     settings = config(rig, saved(rig), exact=False, running=running, chunk=rig.pick(2048, 64))
     settings = replace(settings, gpu=GpuConfig(device=str(rig.device), memory_utilization=share))
-    if rig.rehearse:
-        sizing.CardMemory = _Everything  # type: ignore[misc,assignment]
-    blocks = sizing.kv_blocks(model, settings, decodes=True)
+    with patch.object(sizing, "CardMemory", _Everything) if rig.rehearse else nullcontext():
+        blocks = sizing.kv_blocks(model, settings, decodes=True)
     need(blocks > 0, "no block")
     store = model.store(rig.pick(blocks, 40), 16)
     try:
@@ -297,7 +315,10 @@ def preempted(rig: Rig) -> Found:
             seqs = [cut] + [0] * len(others)
             settings = [drawn, *(Sampling(tokens, temperature=0.0) for _ in others)]
             found = answers(model, store, begun, tokens - cut, chunk=chunk, sampling=settings, seqs=seqs)
-            mine, rest = Answers(found.ids[:1], found.logits[:1]), Answers([whole.ids[0][cut:]], [whole.logits[0][cut:]])
+            mine, rest = (
+                Answers(found.ids[:1], found.logits[:1]),
+                Answers([whole.ids[0][cut:]], [whole.logits[0][cut:]]),
+            )
             the_same(mine, rest, f"cut off after {cut} tokens, chunks of {chunk}")
     finally:
         model._decoder = None

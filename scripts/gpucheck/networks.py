@@ -128,8 +128,8 @@ def made(rig: Rig, of: dict[str, Any]) -> Made:
         replace_layers(net, switch)
     rig.tidy()
     layers: Sequence[backend.Layer] = [probe.layers[index] for index in range(geometry.layers)]
-    models = [
+    usual, exact = (
         GpuModel(net, geometry, layers, rig.pick(CONTEXT, 256), GpuConfig(device=str(rig.device), exact=exact))
         for exact in (False, True)
-    ]
-    return Made(switch, *models, weights, configuration)
+    )
+    return Made(switch, usual, exact, weights, configuration)

@@ -81,7 +81,9 @@ class Peer:
         def copy(pool: torch.Tensor, blocks: tuple[int, ...]) -> None:
             for _ in range(3):
                 began = time.perf_counter()
-                self._copier.copy(pool.data_ptr(), blocks, target.data_ptr(), range(len(blocks)), ref.layout.block_nbytes)
+                self._copier.copy(
+                    pool.data_ptr(), blocks, target.data_ptr(), range(len(blocks)), ref.layout.block_nbytes
+                )
                 seconds.append(time.perf_counter() - began)
 
         self._importer.fetch(ref, copy)
@@ -97,7 +99,9 @@ class Peer:
         ref = KvRef.decode(reference.encode())
         place = str(self._rig.device)
         mapping = CudaMapping.open(ref, runtime=self._rig.runtime(), device=self._rig.index, torch_device=place)
-        source = torch.full((len(ref.blocks), *ref.layout.shape[1:]), 3.0, dtype=self._dtype(ref), device=self._rig.device)
+        source = torch.full(
+            (len(ref.blocks), *ref.layout.shape[1:]), 3.0, dtype=self._dtype(ref), device=self._rig.device
+        )
         self._rig.wait()
         target = mapping.pool(ref).data_ptr()
 

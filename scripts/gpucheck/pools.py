@@ -18,7 +18,14 @@ def layout(rig: Rig, nbytes: int) -> KvLayout:
     layers, heads, dim = rig.pick((32, 8, 128), (2, 2, 16))
     block = KvLayout(1, layers, heads, 16, dim, str(rig.half).removeprefix("torch."), "1a2b", "3c4d")
     return KvLayout(
-        max(4, nbytes // block.block_nbytes), layers, heads, 16, dim, block.dtype, block.layout_hash, block.numerics_hash
+        max(4, nbytes // block.block_nbytes),
+        layers,
+        heads,
+        16,
+        dim,
+        block.dtype,
+        block.layout_hash,
+        block.numerics_hash,
     )
 
 

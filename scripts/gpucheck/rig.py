@@ -115,11 +115,10 @@ class Rig:
         run()
         end.record()
         end.synchronize()
-        return max(1e-9, begin.elapsed_time(end) / 1000)
+        return max(1e-9, float(begin.elapsed_time(end)) / 1000)
 
     def close(self) -> None:
         """Let go of everything, and remove the files of pools whose owners are dead."""
         self._kept.clear()
         self._last.close()
         sweep()
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -31,7 +33,9 @@ def sample_greedy(rig: Rig) -> Found:
         logits[3] = float("-inf")
         logits[4, 0] = float("inf")
         wanted[2:5] = [NO_TOKEN] * 3
-        settings = [Sampling(1, temperature=0.0) if row % 2 else Sampling(1, temperature=1.0, top_k=1) for row in range(8)]
+        settings = [
+            Sampling(1, temperature=0.0) if row % 2 else Sampling(1, temperature=1.0, top_k=1) for row in range(8)
+        ]
         need(drawn(rig, logits, settings) == wanted, f"other tokens than the greatest, of {vocab}")
     return passed("ties, NaN, infinities")
 
@@ -39,7 +43,7 @@ def sample_greedy(rig: Rig) -> Found:
 def sample(rig: Rig) -> Found:
     """Logits of a model's spread; equal to the host's token, but where the point falls on the edge of two."""
     rows = rig.pick(64, 1)
-    settings = [
+    settings: list[dict[str, Any]] = [
         {},
         {"min_p": 0.05},
         {"top_k": 5},
@@ -83,14 +87,15 @@ def sample_rows(rig: Rig) -> Found:
 
 def drawn(rig: Rig, logits: torch.Tensor, settings: list[Sampling]) -> list[int]:
     out = torch.full((len(settings),), -7, dtype=torch.int64, device=rig.device)
-    params = [torch.from_numpy(each).to(rig.device) for each in Params.of([Draw(one, 0) for one in settings])]
-    draw(logits, *params, out)
+    params = (torch.from_numpy(each).to(rig.device) for each in Params.of([Draw(one, 0) for one in settings]))
+    temperature, top_k, top_p, min_p, point = params
+    draw(logits, temperature, top_k, top_p, min_p, point, out)
     tokens: list[int] = out.tolist()
     return tokens
 
 
 def _off(row: np.ndarray[tuple[int, ...], np.dtype[np.float32]], sampling: Sampling, token: int) -> float:
-    """How far from the point `token` lies among the weights left, by float64 and as a share of them; inf: it is not left.
+    """How far from the point `token` lies among the weights left, as a share of them; inf: it is not left.
 
     Whether the last token that top_p leaves is left may differ: then all lie nearer to the front by its weight.
     """

@@ -58,7 +58,7 @@ class Rows:
 
 
 class Story:
-    """Texts of `lengths` tokens in one layer of a pool. All other memory of it is NaN, and room in tables is no block."""
+    """Texts of `lengths` tokens in one layer of a pool. All else in it is NaN, and room in tables names no block."""
 
     def __init__(self, rig: Rig, heads: Heads, lengths: Sequence[int]) -> None:
         self._rig, self.heads = rig, heads

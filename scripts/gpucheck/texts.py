@@ -68,7 +68,9 @@ def answers(
     try:
         longest = max(map(len, prompts))
         for start in range(0, longest, chunk):
-            parts = [(text, list(each[start : start + chunk])) for text, each in enumerate(prompts) if start < len(each)]
+            parts = [
+                (text, list(each[start : start + chunk])) for text, each in enumerate(prompts) if start < len(each)
+            ]
             _step(model, store, keys, found, parts, [start] * len(parts), prompts, sampling, seqs)
         for done in range(tokens - 1):
             fed = found.ids if forced is None else forced.ids

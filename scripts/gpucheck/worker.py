@@ -61,9 +61,7 @@ class Worker:
         for each in made:
             self._engine.add(each)
         run_out(self._engine)
-        return [
-            {"ids": each.ids, "kv": self._transport.export(each.key, each.tokens - 1).decode()} for each in made
-        ]
+        return [{"ids": each.ids, "kv": self._transport.export(each.key, each.tokens - 1).decode()} for each in made]
 
     def decode(self, prompts: list[list[int]], tokens: int, handed: list[dict[str, Any]]) -> list[list[int]]:
         """Take all of them over, and the whole answers."""
