@@ -8,10 +8,13 @@ It imports no torch, and little of the command line, so that it starts at once.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from prelay_kv.cuda.probe import gather
@@ -46,7 +49,7 @@ def facts(question: Question) -> Iterator[Fact]:
 
     A device that is not there, or fails in 3, has no later fact.
     """
-    runtime = Cudart.find()
+    runtime = _runtime()
     yield {"library": runtime.path}  # 1
     uuids = [runtime.device_uuid(device) for device in range(runtime.device_count())]
     yield {"uuids": uuids}  # 2
@@ -62,6 +65,20 @@ def facts(question: Question) -> Iterator[Fact]:
     for device in question.probed:
         if device in sound:
             yield _of(runtime, device, _facts_of)  # 5
+
+
+def _runtime() -> Cudart:
+    """The one that comes with torch, if any does: a worker has loaded that when it looks for one, and this process has
+    not. The linker may know another, which asks more of the driver."""
+    spec = None if os.environ.get("PRELAY_CUDART") else find_spec("torch")
+    packages = Path(spec.origin).parents[1] if spec and spec.origin else None
+    for pattern in ("nvidia/*/lib/libcudart.so.*", "torch/lib/libcudart*.so*"):
+        for path in sorted(packages.glob(pattern), reverse=True) if packages else ():
+            try:
+                return Cudart(path)
+            except NoCudaRuntime:
+                continue
+    return Cudart.find()
 
 
 def _of(runtime: Cudart, device: int, find: Callable[[Cudart, int], Fact]) -> Fact:

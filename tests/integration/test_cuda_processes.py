@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import secrets
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -193,6 +194,27 @@ def test_a_replacement_has_no_room_until_the_dead_one_s_memory_is_let_go(
     replacement.export("replacement")
     here.fetch(replacement.ref, copied)
     assert copied.digests() == replacement.digests
+
+
+def test_copy_threads_and_one_that_forgets_never_unmap_under_a_copy_and_leak_no_mapping(
+    exporter: Peer, here: Importer, gpus: FakeGpus
+) -> None:
+    """The lease thread may take a living peer for lost: then the memory is mapped again."""
+
+    def fetch_all() -> None:
+        copied = Copied(gpus.runtime)
+        for _ in range(60):
+            here.fetch(exporter.ref, copied)
+            assert copied.digests() == exporter.digests
+
+    with ThreadPoolExecutor(3) as threads:
+        jobs = [threads.submit(fetch_all) for _ in range(3)]
+        while not all(job.done() for job in jobs):
+            here.forget("exporter")
+        for job in jobs:
+            job.result()
+    here.forget("exporter")
+    assert gpus.spans() == 0
 
 
 # The same handle, byte for byte, of a later process

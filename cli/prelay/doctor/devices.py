@@ -24,6 +24,7 @@ _BF16 = (8, 0)
 _INSTALL = "install NVIDIA's driver; in a container give it the GPUs (--gpus all, with the NVIDIA Container Toolkit)"
 #: What to do about an error of CUDA's runtime, by its code.
 _ADVICE = {
+    2: "others have all of its memory (nvidia-smi shows who): end them",
     35: f"no driver, or one that is older than this CUDA: {_INSTALL}, or install a torch for an older CUDA",
     46: "another process has the GPU for itself: stop it, or nvidia-smi -c DEFAULT",
     101: "CUDA_VISIBLE_DEVICES names a GPU that is not there",
@@ -109,6 +110,10 @@ def _card_problem(found: OnGpus, number: int) -> Finding | None:
         return fail(
             f"GPU {number} is for one process, and has several workers", f"nvidia-smi -i {card.uuid} -c DEFAULT"
         )
+    if found.is_filled(number):
+        return warn(
+            f"GPU {number} cannot be looked at: the running prelay serve has all of it", "look when it is stopped"
+        )
     if device.problem:
         return fail(f"GPU {number} cannot be used: {device.problem}", _advice(device.code))
     if not device.total:
@@ -118,7 +123,7 @@ def _card_problem(found: OnGpus, number: int) -> Finding | None:
     return None
 
 
-@checks.of("shares", Facts.visible)
+@checks.of("shares", Facts.measured)
 def shares(found: OnGpus) -> Finding:
     """What `prelay serve` gives each worker, and whether that is free."""
     words, short = [], []

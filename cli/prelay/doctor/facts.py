@@ -218,7 +218,14 @@ class Facts:
     def prefilling(self) -> OnGpus:
         """Raise NothingToLookAt where nothing is handed over."""
         found = self._all_there()
-        if not found.prefilling:
+        if not found.prefilling or any(map(found.is_filled, found.used)):
+            raise NothingToLookAt
+        return found
+
+    def measured(self) -> OnGpus:
+        """Raise NothingToLookAt where the running `prelay serve` has left no memory to look with."""
+        found = self.visible()
+        if any(found.is_filled(number) for number in found.used if number < len(found.cuda.devices)):
             raise NothingToLookAt
         return found
 

@@ -14,6 +14,8 @@ from ..host import SHM
 from .cuda import Cuda, Device
 from .gpus import Card
 
+#: The code of an error: a card has no memory left, not even for a look.
+_FULL = 2
 #: The namespaces of the machine itself: a kernel's first have fixed inodes (its include/linux/proc_ns.h).
 _FIRST = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 
@@ -59,6 +61,10 @@ class OnGpus:
         """The prefill workers whose KV goes through host memory."""
         gpus = {number for number, path in self.paths.items() if path.kind == PINNED}
         return {name: place for name, place in self.places.items() if place.role == "prefill" and place.gpu in gpus}
+
+    def is_filled(self, number: int) -> bool:
+        """Whether a GPU cannot be looked at for the running `prelay serve`, which has all of it. That is no fault."""
+        return self.is_running and self.cuda.devices[number].code == _FULL
 
     def can_share(self, number: int) -> bool:
         """Whether the decode workers of this command could read this GPU's memory. Other GPUs need not."""

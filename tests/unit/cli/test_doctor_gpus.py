@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -182,6 +184,38 @@ def test_a_machine_without_any_gpu_says_so(fake: FakeGpus) -> None:
     found = look_at_cuda({0}, (), {0})
     assert (found.devices, found.problem) == ((), "")
     says(devices.runtime(OnGpus({}, found)), "fail", "sees no GPU", "CUDA_VISIBLE_DEVICES", "--gpus all")
+
+
+def test_the_runtime_is_torch_s_own_as_it_is_in_a_worker(
+    fake: FakeGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one that the linker knows, which may be for another driver."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('nobody imports this')")
+    lib = tmp_path / "nvidia" / "cu13" / "lib"
+    lib.mkdir(parents=True)
+    shutil.copy(library(), lib / "libcudart.so.13")
+    (lib / "libcudart.so.12").write_text("no library")
+    monkeypatch.delenv("PRELAY_CUDART")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    found = look_at_cuda({0}, (), ())
+    assert (found.library, len(found.devices)) == (str(lib / "libcudart.so.13"), 1)
+
+
+def test_a_card_that_a_running_fleet_has_filled_is_no_fault(
+    fake: FakeGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.set(fail="cudaMemGetInfo=2")
+    given = {"device": "cuda", "state_dir": str(tmp_path / "state")}
+    _, rows = all_rows(monkeypatch, **given)
+    says(rows["cards"], "fail", "(2)", "nvidia-smi shows who")
+    assert {"shares", "KV path"} <= set(rows)
+    (tmp_path / "state").mkdir()
+    with (tmp_path / "state" / "lock").open("wb") as supervisor:
+        fcntl.flock(supervisor, fcntl.LOCK_EX)
+        _, rows = all_rows(monkeypatch, **given)
+    says(rows["cards"], "warn", "the running prelay serve has all of it")
+    assert {"shares", "KV path"}.isdisjoint(rows)
 
 
 def test_a_runtime_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,6 +415,12 @@ def test_each_decode_worker_s_card_must_reach_that_of_each_prefill_worker() -> N
     says(devices.peer_access(on("--decode-gpus 1", knowing(reaches={(1, 0): True}))), "ok", "GPUs 1 reach 0")
     hung = on("--decode-gpus 1", knowing(problem="no answer"))
     says(devices.peer_access(hung), "fail", "it cannot be told: no answer")
+
+
+def test_a_card_needs_no_access_to_itself() -> None:
+    """CUDA says that it has none."""
+    assert on().pairs == []
+    assert on("--decode 3 --decode-gpus 0,1,2 --prefill 2 --prefill-gpus 0,1").pairs == [(0, 1), (1, 0), (2, 0), (2, 1)]
 
 
 def test_the_path_of_kv_is_shown_with_its_reason() -> None:

@@ -38,6 +38,10 @@ KERNELS = (
     (sample, "_sample"), (silu, "_gated"), (write_kv, "_write_kv"),
 )  # fmt: skip
 
+#: Kernels are compiled apart for multiples of 16, as all strides are that lead from head to head. In tiny models such
+#: heads have 8 numbers.
+_ALIKE = 8
+
 
 @dataclass(slots=True)
 class Launches:
@@ -61,7 +65,9 @@ class Launches:
             assert value.device == CUDA, f"{self.name}: {name} lies on {value.device}"
         constants = {name: value for name, value in given.items() if _is_constant(parameters.get(name), value)}
         numbers = given.keys() - constants.keys() - tensors.keys() - _free(self.kernel.fn)
-        kinds = {name: (given[name] == 1, given[name] % 16 == 0) for name in numbers if isinstance(given[name], int)}
+        kinds = {
+            name: (given[name] == 1, given[name] % _ALIKE == 0) for name in numbers if isinstance(given[name], int)
+        }
         types = {name: value.dtype for name, value in tensors.items()}
         self.compiled.add(tuple(sorted((constants | kinds | types).items(), key=lambda item: item[0])))
 
@@ -87,14 +93,18 @@ def launches() -> Iterator[dict[str, Launches]]:
         yield found
 
 
+#: What sets the device before it dispatches, by what only dispatches.
+_DISPATCHED = {torch.Tensor.copy_: torch.ops.aten.copy_, torch.Tensor.__invert__: torch.ops.aten.bitwise_not}
+
+
 class _Bindings(TorchFunctionMode):
     """What a build of torch without CUDA cannot do with such tensors before anything is dispatched."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and args[0].device.type == "cuda":
             return _indexed(*args)
-        if func is torch.Tensor.copy_:
-            return torch.ops.aten.copy_(*args)
+        if func in _DISPATCHED:
+            return _DISPATCHED[func](*args)
         if func is torch.Tensor.pin_memory:
             return args[0]
         named = kwargs or {}
@@ -152,30 +162,36 @@ def fake_gpu() -> Iterator[None]:
 
 
 def moved(raw: Prepared, config: GpuConfig) -> GpuModel:
-    """The model of a network whose layers were replaced on the host: on the fake device, as `net.to` would have it.
-
-    Parameters and buffers go there, and what our own layers made of them. What else a module keeps stays on the host.
-    """
-
-    def there(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA)
-
-    for module in raw.net.modules():
-        for kept in (module._parameters, module._buffers):
-            kept.update({name: there(x) for name, x in kept.items() if x is not None})
-        for value in list(vars(module).values()):
-            _move_captured(value, there)
-        if isinstance(module, Norm):
-            module.weight = there(module.weight)
+    """The model of a network whose layers were replaced on the host, on the fake device."""
+    to_device(raw.net)
     return GpuModel(raw.net, raw.geometry, raw.layers, raw.context_len, config)
 
 
-def _move_captured(value: Any, there: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def to_device(net: nn.Module) -> None:
+    """As `net.to` would do it: parameters and buffers go there, and what our own layers made of them.
+
+    What else a module keeps stays on the host.
+    """
+    for module in net.modules():
+        kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for kept in kinds:
+            kept.update({name: _there(x) for name, x in kept.items() if x is not None})
+        for value in list(vars(module).values()):
+            _move_captured(value)
+        if isinstance(module, Norm):
+            module.weight = _there(module.weight)
+
+
+def _there(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA)
+
+
+def _move_captured(value: Any) -> None:
     """The weights that a kernel made by `Linears` holds, by itself or in a group."""
     kernel = getattr(value, "_kernel", value)
     for cell in getattr(kernel, "__closure__", None) or ():
         if isinstance(cell.cell_contents, torch.Tensor) and not isinstance(kernel, nn.Module):
-            cell.cell_contents = there(cell.cell_contents)
+            cell.cell_contents = _there(cell.cell_contents)
 
 
 class Rows:

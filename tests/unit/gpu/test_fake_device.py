@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from transformers import masking_utils
 
+from prelay_engine import loading
 from prelay_engine.attention import Span
+from prelay_engine.backend import run_probe
 from prelay_engine.config import EngineConfig, GpuConfig
 from prelay_engine.gpu.layers import Linears, replace_layers
 from prelay_engine.gpu.model import GpuModel
@@ -23,7 +26,7 @@ from prelay_queue.job import Sampling
 from tests.unit.engine.conftest import MakeFolder
 from tests.unit.engine.test_families import FAMILIES, QUICK
 
-from .fake_device import CUDA, Enqueued, Launches, fake_gpu, launches, moved, with_decoder
+from .fake_device import CUDA, Enqueued, Launches, fake_gpu, launches, moved, to_device, with_decoder
 
 #: Without those with experts: which rows one has is asked of the device, in each layer.
 DENSE = [name for name, (_, changes) in FAMILIES.items() if not any("expert" in key for key in changes)]
@@ -65,8 +68,6 @@ def test_a_step_waits_for_nothing_mixes_no_devices_and_compiles_nothing_anew(
     family: str, exact: bool, tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, changes = FAMILIES[family]
-    if kind == "gemma3_text":  # whose heads lie one behind the other: with 8 numbers not all begin at a sixteenth
-        changes = changes | {"head_dim": 16}
     raw = prepared(tiny_folder(kind, **changes), exact)
     with torch.no_grad(), fake_gpu(), launches() as found:
         model = moved(raw, GpuConfig(exact=exact))
@@ -83,6 +84,26 @@ def test_a_step_waits_for_nothing_mixes_no_devices_and_compiles_nothing_anew(
         assert before[name], f"{name} was never launched"
     assert model._decoder is not None
     assert model._decoder.graphs == "CUDA graphs: 1 to 3 rows captured"
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_what_a_network_asks_for_is_seen_on_the_device_as_on_the_host(
+    family: str, tiny_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of positions that follow one another transformers sees it by their numbers.
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda _: None)
+    kind, changes = FAMILIES[family]
+    folder = tiny_folder(kind, **changes)
+    here = prepared(folder, exact=False)
+    with told(folder), torch.no_grad():
+        net = loading._load_net(folder, torch.bfloat16)
+        loading._pin_rope(net, here.context_len)
+        with fake_gpu():
+            to_device(net)
+            probe = run_probe(net)
+    probe.check_masks(here.context_len)
+    assert [probe.layers[index] for index in range(here.geometry.layers)] == here.layers
+    assert probe.logits.shape == here.logits.shape
 
 
 def test_what_a_card_would_forbid_or_wait_for_is_an_error_here() -> None:

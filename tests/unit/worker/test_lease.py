@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from prelay_kv.errors import CudaError
 from prelay_queue.errors import QueueUnavailable
 from prelay_queue.keys import Keys
 from prelay_queue.scripts import Call, Reaped, Scripts
@@ -221,6 +222,22 @@ def test_the_memory_of_dead_peers_is_unmapped_once_and_that_of_the_living_stays(
     keeper._forget_dead_peers()
     assert sorted(transport.forgotten) == ["a", "b"]
     assert queue.sent == [], "locks say it, and Redis need not answer"
+
+
+def test_memory_that_cannot_be_unmapped_does_not_keep_the_lease_thread_from_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = Mapped("a", "b")
+    forget = transport.forget
+
+    def refused(owner: str) -> None:
+        forget(owner)
+        raise CudaError("cudaIpcCloseMemHandle", 700, "cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(transport, "forget", refused)
+    keeper, _ = keeper_with(transport)
+    keeper._forget_dead_peers()
+    assert sorted(transport.forgotten) == ["a", "b"]
 
 
 def test_the_lease_thread_looks_for_dead_peers_though_redis_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

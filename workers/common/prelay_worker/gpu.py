@@ -17,7 +17,7 @@ from prelay_engine.engine import Engine
 from prelay_engine.gpu.capture import TorchCapture
 from prelay_engine.gpu.loading import load_on_gpu
 from prelay_engine.gpu.model import GpuModel
-from prelay_engine.gpu.sizing import kv_blocks
+from prelay_engine.gpu.sizing import LargestStep, kv_blocks
 from prelay_engine.kv import PagedKv
 from prelay_kv.cuda.copies import Copier
 from prelay_kv.cuda.mapping import CudaMapping
@@ -98,7 +98,7 @@ def gpu_engine(config: WorkerConfig, engine_config: EngineConfig, worker: str) -
     assert engine_config.gpu is not None
     model = load_on_gpu(engine_config)
     decodes = config.role is not Role.PREFILL
-    blocks = config.kv_blocks or kv_blocks(model, engine_config, decodes=decodes)
+    blocks = _blocks(config, engine_config, model, decodes=decodes)
     card = _card(model)
     if config.role is Role.PREFILL:
         kv, transport = _prefill(config, model, blocks, card, worker)
@@ -107,6 +107,15 @@ def gpu_engine(config: WorkerConfig, engine_config: EngineConfig, worker: str) -
         captures = engine_config.gpu.graphs and model.graphable and model.device.type == "cuda"
         model.decode_from(kv, config.max_running, TorchCapture(model.device) if captures else None)
     return Engine(model, kv, engine_config), transport, model
+
+
+def _blocks(config: WorkerConfig, engine_config: EngineConfig, model: GpuModel, *, decodes: bool) -> int:
+    """As many as were asked for, or as fit. Either way a step has run, so that no kernel is compiled for a request."""
+    if not config.kv_blocks:
+        return kv_blocks(model, engine_config, decodes=decodes)
+    if model.device.type == "cuda":
+        LargestStep(model, config.block_size)(2 * config.block_size, 1)
+    return config.kv_blocks
 
 
 def _card(model: GpuModel) -> Card:

@@ -15,6 +15,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from prelay_kv.errors import KvError
 from prelay_queue.client import SyncQueue
 from prelay_queue.errors import QueueError
 from prelay_queue.recorder import NOBODY, Recorder
@@ -181,14 +182,21 @@ class LeaseKeeper:
         """On a GPU the successor of a dead worker waits for its memory."""
         for peer in self._transport.orphans():
             log.info("unmapping the KV of dead worker %s", peer)
-            self._transport.forget(peer)
+            self._forget(peer)
 
     def _forget_lost_peers(self) -> None:
         """A mapping pins its owner's memory: unmap the peers whose heartbeat is gone. A later copy maps again."""
         for peer in self._transport.peers():
             if not self._queue.redis.exists(self._queue.keys.worker(peer)):
                 log.info("unmapping the KV of lost worker %s", peer)
-                self._transport.forget(peer)
+                self._forget(peer)
+
+    def _forget(self, peer: str) -> None:
+        """A GPU that cannot even unmap ends the model loop, which asks more of it; this thread has leases to renew."""
+        try:
+            self._transport.forget(peer)
+        except KvError as error:
+            log.error("the KV of %s cannot be unmapped: %s", peer, error)
 
     def _sweep(self) -> None:
         # An outage must not expire the world: the holders need one lease to renew first.

@@ -18,9 +18,8 @@ _SAMPLING = Sampling(max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0
 def kv_blocks(model: GpuModel, config: EngineConfig, *, decodes: bool) -> int:
     """KV blocks that fit beside weights, steps and graphs. Raise ModelError when not even one full context does."""
     assert config.gpu is not None
-    tokens = min(config.prefill_chunk, model.context_len - 1)
     step = LargestStep(model, config.block_size)
-    found = measure(CardMemory(model.device), step, tokens, config.max_running)
+    found = measure(CardMemory(model.device), step, config.prefill_chunk, config.max_running)
     peak = found.peak - step.nbytes
     buckets = len(Buckets(config.max_running).sizes) if decodes and config.gpu.graphs else 0
     return blocks_for(
@@ -44,18 +43,24 @@ def _buffers(model: GpuModel, config: EngineConfig) -> int:
 
 
 class LargestStep:
-    """Runs a step on a pool of its own, of `nbytes` bytes."""
+    """Runs a step on a pool of its own, of `nbytes` bytes.
+
+    More prompt tokens than a context holds are several prompts.
+    """
 
     def __init__(self, model: GpuModel, block_size: int) -> None:
         self._model, self._size = model, block_size
         self.nbytes = 0
 
     def __call__(self, prompt_tokens: int, rows: int) -> None:
-        size = self._size
-        blocks = rows + -(-prompt_tokens // size)
+        size, most = self._size, self._model.context_len - 1
+        lengths = [min(most, prompt_tokens - done) for done in range(0, prompt_tokens, most)]
+        blocks = rows + sum(-(-length // size) for length in lengths)
         self.nbytes = blocks * self._model.geometry.block_bytes(size)
         store = self._model.store(blocks, size)
-        spans = [Span(str(row), 0, 1) for row in range(rows)] + [Span("prompt", 0, prompt_tokens)]
+        spans = [Span(str(row), 0, 1) for row in range(rows)]
+        spans += [Span(f"prompt {number}", 0, length) for number, length in enumerate(lengths)]
+        spans.sort(key=lambda span: span.length > 1)
         for span in spans:
             store.open(span.key, span.length, span.length)
         ids = [row % self._model.vocab_size for row in range(rows + prompt_tokens)]
