@@ -27,7 +27,9 @@ NO_CARD, CUT_OFF = 3, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: everything passed. 1: something failed, missed its aim or was skipped. 3: there is no card.
-    130: it was interrupted."""
+
+    130: it was interrupted.
+    """
     args = _parser().parse_args(arguments)
     if args.facts:
         return facts.main()
