@@ -34,9 +34,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    "part", ["ipc", "kernels", *(pytest.param(part, marks=pytest.mark.slow) for part in ("model", "speed"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["ipc", "kernels", "model", "speed"])
 def test_every_check_passes_its_rehearsal(part: str, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     done = run("--rehearse", "--only", part, "--json", str(file), "--seconds", "110")
@@ -238,9 +237,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("ipc")) for name in FAULTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen_by_its_check(name: str, tmp_path: Path) -> None:
     # Python imports this module at its start. The fault comes later: when a process is about to check.
     (tmp_path / "sitecustomize.py").write_text(
