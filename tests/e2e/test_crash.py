@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from prelay_kv.shm import sweep
 from tests.bed.serving import Serving, serving
 
 from .client import Answer, stream
@@ -90,4 +89,4 @@ def test_killed_workers_that_were_the_only_ones_come_back_and_go_on(demo_model: 
         server.until_ready()
         assert stream(server.url, STORY).text == undisturbed.text
         server.until_drained()
-        assert not sweep(), "the dead worker's segment is still there"
+        assert not server.left_segments(), "the dead worker's segment is still there"
