@@ -32,7 +32,7 @@ class Place:
 
 def places(settings: Settings) -> Mapping[str, Place]:
     """Return the place of each worker that `prelay serve` starts, by name; none where they compute on CPUs."""
-    if settings.device != "cuda" or settings.null_model:
+    if not settings.on_gpus:
         return {}
     found: dict[str, Place] = {}
     for role, count, listed in zip(
@@ -62,7 +62,7 @@ def _shared(place: Place, all_places: Mapping[str, Place], utilization: float) -
 
 def gpu_config(settings: Settings) -> GpuConfig | None:
     """Return how the one worker of this process uses its GPU; None: it computes on the CPU."""
-    if settings.device != "cuda" or settings.null_model:
+    if not settings.on_gpus:
         return None
     from prelay_engine.config import GpuConfig
 

@@ -105,7 +105,7 @@ class Plan:
 
     def _blocks(self) -> dict[str, str]:
         """Return how large the pools are; on GPUs each worker sees what fits."""
-        if self.settings.device == "cuda" and not self.settings.null_model:
+        if self.settings.on_gpus:
             return {}
         kv, prefill = (str(blocks or 1) for blocks in (self.sizes.kv_blocks, self.sizes.prefill_kv_blocks))
         return {"PRELAY_KV_BLOCKS": kv, "PRELAY_PREFILL_KV_BLOCKS": prefill}

@@ -187,6 +187,11 @@ class Settings(BaseSettings):
         return self.batch_redis_url.get_secret_value() if self.batch_redis_url else self.url
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether workers compute on GPUs: the null model computes nowhere."""
+        return self.device == "cuda" and not self.null_model
+
+    @property
     def running(self) -> int:
         """Sequences that one worker runs at a time."""
         return self.max_running or (256 if self.device == "cuda" else 64)

@@ -34,7 +34,7 @@ def sizes(settings: Settings, geometry: Geometry | None, host: Host) -> Sizes:
     threads = settings.threads or _threads(settings, geometry, host)
     if geometry is None:
         return Sizes(settings.kv_blocks or NULL_BLOCKS, settings.prefill_kv_blocks or NULL_BLOCKS, threads)
-    if settings.device == "cuda":
+    if settings.on_gpus:
         return Sizes(settings.kv_blocks or 0, settings.prefill_kv_blocks or 0, settings.threads or 1)
     pool = _Pool(settings, geometry, host)
     pool.check(prefill, decode + unified)

@@ -159,7 +159,7 @@ class Facts:
 
     @property
     def _on_gpus(self) -> bool:
-        return self._settings.device == "cuda" and not self._settings.null_model
+        return self._settings.on_gpus
 
     @_once
     def gpus(self) -> Gpus:

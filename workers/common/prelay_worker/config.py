@@ -65,3 +65,12 @@ class WorkerConfig:
     gpu: GpuConfig | None = None
     #: How blocks leave a GPU: auto, cuda_ipc or pinned.
     kv_transport: str = "auto"
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether its pool has a prefix cache: only where prompts are computed here.
+
+        What was prefilled elsewhere is copied whole: from a cache of our own it would come no faster (docs/design.md,
+        section 11).
+        """
+        return self.prefix_cache and (self.role is not Role.DECODE or self.local_prefill_tokens > 0)

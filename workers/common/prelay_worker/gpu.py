@@ -129,27 +129,21 @@ def _prefill(config: WorkerConfig, model: GpuModel, blocks: int, card: Card, wor
     log.info("KV is handed over by %s: %s", path.kind, path.reason)
     if path.kind == CUDA_IPC:
         pool = CudaPool.create(worker, layout, card.runtime, card.index, SHM_DIR, card.torch_device)
-        kv = PagedKv(
-            model.geometry, BlockPool(blocks, pool.generations), config.block_size, pool.tensor, config.prefix_cache
-        )
+        kv = _store(config, model, BlockPool(blocks, pool.generations), pool.tensor)
         return kv, PoolExport(pool, kv)
     tensor = _pool(model, layout.shape, card)
     with ExitStack() as undo:
         host = ShmPool.create(worker, layout)
         undo.callback(host.close)
-        own = BlockPool(blocks, host.generations)
-        kv = PagedKv(model.geometry, own, config.block_size, tensor, config.prefix_cache)
+        kv = _store(config, model, BlockPool(blocks, host.generations), tensor)
         transport = MirrorExport(host, kv, Mirror(tensor, host, card.runtime, card.index))
         undo.pop_all()
         return kv, transport
 
 
 def _decode(config: WorkerConfig, model: GpuModel, blocks: int, card: Card) -> tuple[PagedKv, Transport]:
-    prefills = config.role is Role.UNIFIED or config.local_prefill_tokens > 0
     shape = (blocks, *model.geometry.block_shape(config.block_size))
-    tensor = _pool(model, shape, card)
-    cached = config.prefix_cache and prefills
-    kv = PagedKv(model.geometry, BlockPool(blocks), config.block_size, tensor, cached)
+    kv = _store(config, model, BlockPool(blocks), _pool(model, shape, card))
     if config.role is Role.UNIFIED:
         return kv, NoTransport()
     here = domain()
@@ -161,6 +155,10 @@ def _decode(config: WorkerConfig, model: GpuModel, blocks: int, card: Card) -> t
     }
     importer = Importer(model.layout_hash(config.block_size), None, here, openers=openers)
     return kv, GpuImport(importer, kv, Copier(card.runtime, card.index), here)
+
+
+def _store(config: WorkerConfig, model: GpuModel, pool: BlockPool, tensor: torch.Tensor) -> PagedKv:
+    return PagedKv(model.geometry, pool, config.block_size, tensor, config.keeps_prefixes)
 
 
 def _pool(model: GpuModel, shape: tuple[int, ...], card: Card) -> torch.Tensor:

@@ -83,16 +83,12 @@ def _prefill(config: WorkerConfig, engine_config: EngineConfig, model: Model, wo
     sweep_dead()
     pool = ShmPool.create(worker, kv_layout(config, model, config.kv_blocks))
     blocks = BlockPool(config.kv_blocks, pool.generations)
-    kv = PagedKv(model.geometry, blocks, config.block_size, pool.tensor, config.prefix_cache)
+    kv = PagedKv(model.geometry, blocks, config.block_size, pool.tensor, config.keeps_prefixes)
     return Engine(model, kv, engine_config), PoolExport(pool, kv)
 
 
 def _decode(config: WorkerConfig, engine_config: EngineConfig, model: Model) -> tuple[Engine, Transport]:
-    # What was prefilled elsewhere is copied whole: from a cache of our own it would come no faster (docs/design.md,
-    # section 11).
-    prefills = config.role is Role.UNIFIED or config.local_prefill_tokens > 0
-    prefix_cache = config.prefix_cache and prefills
-    kv = ContiguousKv(model.geometry, BlockPool(config.kv_blocks), config.block_size, prefix_cache)
+    kv = ContiguousKv(model.geometry, BlockPool(config.kv_blocks), config.block_size, config.keeps_prefixes)
     engine = Engine(model, kv, engine_config)
     if config.role is Role.UNIFIED:
         return engine, NoTransport()

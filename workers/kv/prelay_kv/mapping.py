@@ -47,13 +47,32 @@ class PeerMapping(ABC):
         """Unmap. What was taken from `pool` must not be touched afterwards."""
 
 
-class ShmMapping(PeerMapping):
+class FileMapping(PeerMapping):
+    """What an owner's file tells of its pool, wherever the blocks are."""
+
+    def __init__(self, file: PeerFile, pool: torch.Tensor) -> None:
+        """Take over an open file and the blocks that it speaks of."""
+        self._file = file
+        self._pool = pool
+
+    def pool(self, ref: KvRef) -> torch.Tensor:
+        self._file.check(ref)
+        return self._pool
+
+    def generations(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """As they are in the owner's file. A copy must have been synchronised before, and not only enqueued."""
+        return self._file.generations(blocks)
+
+    def is_orphaned(self) -> bool:
+        return self._file.is_orphaned()
+
+
+class ShmMapping(FileMapping):
     """A file of `ShmPool`, mapped read-only. It stays readable when the owner dies and its file is removed."""
 
     def __init__(self, file: PeerFile, layout: KvLayout) -> None:
-        self._file = file
         blocks = torch.from_numpy(np.asarray(_Span(file.memory(), Parts.of(layout).blocks, layout.nbytes)))
-        self._pool = blocks.view(getattr(torch, layout.dtype)).view(layout.shape)
+        super().__init__(file, blocks.view(getattr(torch, layout.dtype)).view(layout.shape))
 
     @classmethod
     def open(cls, ref: KvRef, shm_dir: Path, may_write: bool = False) -> ShmMapping:
@@ -65,16 +84,6 @@ class ShmMapping(PeerMapping):
         if (ref.segment.device, ref.segment.offset) != ("cpu", parts.blocks):
             raise BadKvRef(ref.encode(), "no pool of shared memory has this device and offset")
         return cls(PeerFile.open(ref, parts, shm_dir, may_write), ref.layout)
-
-    def pool(self, ref: KvRef) -> torch.Tensor:
-        self._file.check(ref)
-        return self._pool
-
-    def generations(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        return self._file.generations(blocks)
-
-    def is_orphaned(self) -> bool:
-        return self._file.is_orphaned()
 
     def close(self) -> None:
         """Drop the views; the memory goes with the last of them, so a tensor that someone kept stays readable."""

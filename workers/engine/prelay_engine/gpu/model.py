@@ -70,14 +70,9 @@ class GpuModel(Model):
             self._decoder = Decoder(self, store, max_rows, capture)
 
     def store(self, blocks: int, block_size: int) -> PagedKv:
-        return self.paged(torch.zeros(self._shape(blocks, block_size), dtype=self.geometry.dtype, device=self.device))
-
-    def paged(self, tensor: torch.Tensor, prefix_cache: bool = False) -> PagedKv:
-        """A store over `tensor` [block, layer, 2, kv_head, slot, head_dim] on this device, with a pool of its own."""
-        return PagedKv(self.geometry, BlockPool(len(tensor)), tensor.shape[4], tensor, prefix_cache)
-
-    def _shape(self, blocks: int, block_size: int) -> tuple[int, ...]:
-        return blocks, *self.geometry.block_shape(block_size)
+        shape = (blocks, *self.geometry.block_shape(block_size))
+        tensor = torch.zeros(shape, dtype=self.geometry.dtype, device=self.device)
+        return PagedKv(self.geometry, BlockPool(blocks), block_size, tensor)
 
     def forward(
         self,

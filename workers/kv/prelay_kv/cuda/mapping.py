@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..errors import BadKvRef, CudaError, SegmentGone, StillMapped
-from ..mapping import PeerMapping
+from ..mapping import FileMapping
 from ..peerfile import PeerFile
 from ..ref import KvRef
 from ..segment import SHM_DIR
@@ -90,15 +90,14 @@ class _Handles:
 _HANDLES = _Handles()
 
 
-class CudaMapping(PeerMapping):
+class CudaMapping(FileMapping):
     """The blocks of a `CudaPool`, mapped for one device of this process. They stay readable when the owner dies."""
 
     def __init__(self, file: PeerFile, export: CudaExport, pool: torch.Tensor, runtime: Cudart) -> None:
         """Take over an open file and handle. Use `open`."""
-        self._file = file
+        super().__init__(file, pool)
         self._handle = export.handle
         self._runtime = runtime
-        self._pool = pool
 
     @classmethod
     def open(
@@ -142,17 +141,6 @@ class CudaMapping(PeerMapping):
             mapping = cls(file, export, pool, runtime)
             undo.pop_all()
             return mapping
-
-    def pool(self, ref: KvRef) -> torch.Tensor:
-        self._file.check(ref)
-        return self._pool
-
-    def generations(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """As they are in the owner's file. A copy must have been synchronised before, and not only enqueued."""
-        return self._file.generations(blocks)
-
-    def is_orphaned(self) -> bool:
-        return self._file.is_orphaned()
 
     def close(self) -> None:
         """Wait for everything that runs on the device, then unmap. CudaError when the device is broken."""
