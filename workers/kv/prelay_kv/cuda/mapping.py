@@ -22,7 +22,7 @@ from .tensors import wrap
 #: What to do about an error of cudaIpcOpenMemHandle.
 _ADVICE = {
     1: "the peer's GPU is not visible here: give both processes all GPUs (in containers --gpus all), and choose by "
-    "CUDA_VISIBLE_DEVICES",
+    "--gpu, not by CUDA_VISIBLE_DEVICES",
     2: "this GPU has no memory left for the mapping: use fewer blocks",
     201: "the exporter seems to be this very process: share the process namespace of the workers (pid: in compose, "
     "--pid, hostPID), or use the pinned path",
