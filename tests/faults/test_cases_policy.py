@@ -81,7 +81,7 @@ def test_a_long_batch_job_ends_while_urgent_ones_never_stop_coming(fleet: NullFl
     Only a few evictions are allowed; then it needs the whole pool at once, of which the urgent ones always use some.
     """
     fleet.null = replace(fleet.null, step_ms=10)
-    fleet.start(Role.PREFILL)
+    fleet.start(Role.PREFILL, patience_s=0.5)
     fleet.start(Role.DECODE, blocks=24, max_running=4, patience_s=0.5)
     fleet.until_ready()
     (slow,) = fleet.submit(1, prompt=6, max_tokens=90, priority=Priority.BATCH)  # all 24 blocks

@@ -36,7 +36,7 @@ class Claiming:
         self.queue = SyncQueue(self.desk.settings)
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.admission = Admission(4)
-        self.opening = Opening(room=3)
+        self.opening, self.spared_slots = Opening(room=3), 0
         transport = make_worker(Role.PREFILL)[0].backend.transport
         self.leases = LeaseKeeper(self.queue, ME, transport, self.inbox.put)
         self.claimer = Claimer(self.queue, ME, "prefill", self.admission, self.leases, self.inbox.put)
@@ -44,7 +44,7 @@ class Claiming:
 
     def open(self, slots: int = 1) -> None:
         """The model loop has turned: there is room, and it has what was claimed before."""
-        self.admission.publish(10_000, slots, self.opening)
+        self.admission.publish(10_000, slots, self.opening, spared_slots=self.spared_slots)
 
     def next(self, slots: int = 1) -> Claim:
         """The next job, whenever it comes; the loop goes on turning, with room for one at a time."""
@@ -183,6 +183,32 @@ def test_higher_classes_come_first_and_the_lower_ones_do_not_starve(claiming: Cl
     assert order[:5].count("interactive") >= 3
     assert order.count("normal") >= 2
     assert order.count("batch") >= 1
+
+
+@pytest.mark.parametrize("unserved", [True, False])
+def test_a_batch_job_that_urgent_ones_would_always_pass_has_its_turn_where_none_is_served(
+    claiming: Claiming, unserved: bool
+) -> None:
+    """There is never more room than the headroom, and always an urgent job that takes it."""
+    claiming.opening, claiming.spared_slots = Opening(room=3, unserved=unserved), 1
+    claiming.admission.publish(0, 0, Opening())
+    claiming.desk.submit(*(new_job(f"low-{n}/0", priority=Priority.BATCH) for n in range(3)))
+    claiming.desk.submit(*(new_job(f"high-{n}/0", priority=Priority.INTERACTIVE) for n in range(21)))
+    claims = [claiming.next().id for _ in range(20)]
+    assert sum(claim.startswith("low") for claim in claims) == 2 * unserved
+
+
+def test_a_batch_job_that_nobody_passes_stays_in_the_queue_for_who_has_the_room(claiming: Claiming) -> None:
+    claiming.opening, claiming.spared_slots = Opening(room=3, unserved=True), 1
+    claiming.desk.submit(new_job("low/0", priority=Priority.BATCH))
+    seen = claiming.claimer._turn + 20
+
+    def turned() -> bool:
+        claiming.open()
+        return claiming.claimer._turn > seen
+
+    until(turned)
+    assert claiming.desk.fields("low/0")["st"] == "queued"
 
 
 def test_where_there_is_no_room_a_job_is_claimed_only_of_the_classes_for_which_some_would_be_made(

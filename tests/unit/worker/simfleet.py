@@ -18,6 +18,7 @@ from prelay_worker import policy
 from prelay_worker.admission import Admission
 
 BLOCK, CHUNK, PATIENCE, MOST = 4, 16, 40, 3  # tokens, tokens a step, ticks, preempts
+KEPT, KEPT_EVERY = 4, 8  # tokens of a step, ticks: what `pace` keeps for prompts of class batch
 
 
 def blocks(tokens: int) -> int:
@@ -64,6 +65,10 @@ class Queue:
 
     def push(self, job: Job, stage: str, kind: str) -> None:
         self.of(stage, policy.URGENCY[job.priority], kind).append(job)
+
+    def queued(self, stage: str) -> set[int]:
+        """The classes that have any."""
+        return {urgency for (of, urgency, _), stream in self.streams.items() if of == stage and stream}
 
     def take(self, stage: str, classes: Iterable[int]) -> Job | None:
         for urgency in classes:
@@ -155,11 +160,10 @@ class Worker:
         """As the claim thread does; the model loop hears of them a moment later."""
         claimed: list[Job] = []
         while classes := self.admission.wait_open(0):
-            start = 0
-            if classes == policy.CLASSES:
-                self.turn += 1
-                start = policy.starts_at(self.turn)
-            job = self.fleet.queue.take(self.stage, [*range(start, classes), *range(start)])
+            self.turn += 1
+            queued = self.fleet.queue.queued(self.stage)
+            order = policy.claim_order(self.turn, classes, self.admission.unserved, queued)
+            job = self.fleet.queue.take(self.stage, order)
             if job is None:
                 assert self.admission.wait_open(0) < policy.CLASSES or not self.fleet.waiting(self.stage)
                 break
@@ -243,7 +247,9 @@ class Worker:
 
     def step(self) -> None:
         running = {n: a for n, a in self.attempts.items() if a.phase in ("prefill", "decode")}
-        plan = scheduler.schedule([self.row(n, a) for n, a in running.items()], self.free, scheduler.Limits(CHUNK))
+        kept = KEPT if self.fleet.now % KEPT_EVERY == 0 else 0
+        limits = scheduler.Limits(CHUNK, kept_tokens=kept)
+        plan = scheduler.schedule([self.row(n, a) for n, a in running.items()], self.free, limits)
         for name in plan.evicted:
             assert not running[name].reserved
             self.give_up(name)

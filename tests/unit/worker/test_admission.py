@@ -48,6 +48,19 @@ def test_claims_of_batch_jobs_end_where_the_headroom_begins_and_others_go_on() -
     assert admission.wait_open(0) == 2
 
 
+def test_a_batch_job_that_would_wait_is_taken_once_and_only_where_others_have_room() -> None:
+    admission = Admission(BLOCK)
+    unserved = Opening(3, unserved=True)
+
+    def published(blocks: int, opening: Opening) -> bool:
+        admission.publish(blocks, 9, opening)
+        return admission.unserved
+
+    assert [published(0, unserved), published(1, OPEN), published(9, unserved)] == [False, False, True]
+    admission.charge("a", 7, alone=False)  # it may be the one
+    assert [admission.unserved, published(9, unserved)] == [False, True]
+
+
 def test_where_there_is_no_room_one_job_is_claimed_at_a_time() -> None:
     admission = Admission(BLOCK)
     admission.publish(0, 0, Opening(3, 2))

@@ -49,7 +49,7 @@ def test_a_batch_job_is_evicted_for_an_urgent_one_when_the_slots_are_full(role: 
 def test_no_job_is_evicted_for_one_of_its_class_and_no_normal_one_for_anybody() -> None:
     worker, writes = make_worker(Role.UNIFIED, max_running=1)
     give(worker, make_claim())
-    assert opening(worker) == Opening(room=3, full=0)
+    assert opening(worker) == Opening(room=3, full=0, unserved=True)
     give(worker, urgent(), batch("b/0"))
     assert (given_up(writes), list(worker.attempts)) == ([], ["r/0@1"])
 

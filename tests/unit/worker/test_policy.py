@@ -19,9 +19,9 @@ from prelay_worker.policy import (
     Holder,
     Opening,
     Room,
+    claim_order,
     decide,
     opening,
-    starts_at,
     urgency_after,
 )
 from tests.unit.worker.simfleet import BLOCK, MOST, PATIENCE, Fleet, Worker, blocks
@@ -132,7 +132,7 @@ def test_what_is_leaving_is_waited_for_and_nobody_else_goes() -> None:
 
 
 def test_while_a_head_waits_only_classes_above_it_are_claimed() -> None:
-    assert opening([], [], FULL) == Opening(room=CLASSES, full=0)
+    assert opening([], [], FULL) == Opening(room=CLASSES, full=0, unserved=True)
     assert opening([head(urgency=BATCH)], [], FULL) == Opening(room=2, full=0)
     assert opening([head(urgency=BATCH), head(urgency=NORMAL)], [batch()], FULL) == Opening(room=1, full=1)
     assert opening([head(urgency=URGENT)], [batch()], FULL) == Opening(0, 0)
@@ -148,9 +148,39 @@ def test_patience_lifts_a_head_class_by_class() -> None:
     assert urgency_after(Priority.INTERACTIVE, 1e9, 10) == 0
 
 
+ALL = {URGENT, NORMAL, BATCH}
+
+
 def test_every_class_begins_some_of_ten_claims_in_a_row() -> None:
-    starts = [starts_at(turn) for turn in range(20)]
-    assert [starts.count(urgency) for urgency in range(CLASSES)] == [14, 4, 2]
+    orders = [claim_order(turn, CLASSES, unserved=False, queued=ALL) for turn in range(20)]
+    assert all(sorted(order) == [URGENT, NORMAL, BATCH] for order in orders)
+    assert [[order[0] for order in orders].count(urgency) for urgency in range(CLASSES)] == [14, 4, 2]
+
+
+def firsts(classes: int, unserved: bool, queued: set[int]) -> list[int]:
+    """How many of ten claims in a row look at each class first."""
+    orders = [claim_order(turn, classes, unserved, queued) for turn in range(10)]
+    assert all(len(set(order)) == len(order) and set(order) <= queued for order in orders)
+    return [[order[:1] for order in orders].count([urgency]) for urgency in range(CLASSES)]
+
+
+def test_the_classes_that_may_be_claimed_keep_their_shares_while_the_lower_ones_may_not() -> None:
+    assert firsts(2, False, ALL) == [8, 2, 0]
+    assert firsts(1, False, ALL) == [10, 0, 0]
+    assert firsts(2, False, {BATCH}) == [0, 0, 0]
+
+
+def test_a_batch_job_that_would_always_be_passed_has_its_turn_where_none_is_served() -> None:
+    assert firsts(2, True, ALL) == [7, 2, 1]
+    assert firsts(1, True, {URGENT, BATCH}) == [9, 0, 1]
+    assert firsts(2, True, {BATCH}) == [0, 0, 0], "nobody passes it"
+
+
+def test_a_batch_job_is_served_where_one_runs_or_waits() -> None:
+    assert opening([], [batch(urgency=NORMAL)], FULL).unserved
+    assert not opening([], [batch()], FULL).unserved
+    assert not opening([head(urgency=BATCH)], [], FULL).unserved
+    assert opening([head(urgency=NORMAL)], [], FULL).unserved
 
 
 # Fleets.
@@ -161,10 +191,11 @@ LEAST = 6
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> Fleet:
+def fleets(draw: st.DrawFn, largest: int = 16, slots: int = 5) -> Fleet:
+    """Of workers with pools of up to so many blocks and up to so many slots."""
     fleet = Fleet(Random(draw(st.integers(0, 2**32))))
     for role in draw(st.sampled_from(ROLES)):
-        fleet.workers.append(Worker(fleet, role, draw(st.integers(LEAST, 16)), draw(st.integers(1, 5))))
+        fleet.workers.append(Worker(fleet, role, draw(st.integers(LEAST, largest)), draw(st.integers(1, slots))))
     return fleet
 
 
@@ -201,7 +232,7 @@ def test_every_job_of_any_fleet_finishes_and_none_is_evicted_more_often_than_the
         assert (worker.attempts, worker.heads, worker.free) == ({}, {}, worker.size)
 
 
-@given(fleet=fleets(), large=st.integers(1, 12), seed=st.integers(0, 2**32))
+@given(fleet=fleets() | fleets(largest=64, slots=32), large=st.integers(1, 12), seed=st.integers(0, 2**32))
 @THOROUGH
 def test_a_batch_job_finishes_though_urgent_ones_never_stop_coming(fleet: Fleet, large: int, seed: int) -> None:
     chance = Random(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from .policy import EVICTABLE, Opening
 
@@ -82,12 +83,19 @@ class Admission:
         with self._changed:
             return self._is_fresh() and self._has_room() and self._opening.room > 0
 
+    @property
+    def unserved(self) -> bool:
+        """Whether a batch job may be claimed in its turn, while there is room for others only (`policy.Opening`)."""
+        with self._changed:
+            return self._is_fresh() and self._has_room() and self._opening.unserved
+
     def charge(self, key: str, tokens: int, alone: bool) -> None:
         """A job was claimed. If it does not fit it becomes the head and nothing more is claimed for now."""
         with self._changed:
             self._inflight[key] = self._needs(tokens)
             if alone or sum(self._inflight.values()) > self._blocks:
                 self._opening = Opening()
+            self._opening = replace(self._opening, unserved=False)  # it may have been one
 
     def settle(self, key: str) -> None:
         """The model loop has the job now; what it publishes next is less by that, or says that it waits."""

@@ -24,7 +24,7 @@ from prelay_queue.scripts import text
 from .admission import Admission
 from .lease import LeaseKeeper
 from .messages import Claimed, Message, key_of
-from .policy import CLASSES, starts_at
+from .policy import CLASSES, claim_order
 
 log = logging.getLogger("prelay.claim")
 
@@ -112,15 +112,17 @@ class Claimer:
     def _turn_once(self, classes: int) -> None:
         """1 what an error left open, 2 others' abandoned entries, 3 new ones in order, 4 short prefills, 5 block.
 
-        While only the upper `classes` may be claimed, none of it looks at the others, but what an error left open.
+        While only the upper `classes` may be claimed, none of it looks at the others, but what an error left open and
+        the turn of a batch job that others would always pass.
         """
         if self._recover_own:
             self._recover()
         if time.monotonic() >= self._steal_at[classes] and self._steal(classes):
             return
-        filled = self._filled(self._order(classes))
-        for stream in filled:
-            count = self._at_once(stream, filled[stream]) if len(filled) == 1 else 1
+        filled = self._filled(self._streams)
+        order = self._order(filled, classes)
+        for stream in order:
+            count = self._at_once(stream, filled[stream]) if len(order) == 1 else 1
             if self._take(self._read([stream], ">", None, count)):
                 return
         if self._short_tokens and self._take_short(classes):
@@ -153,14 +155,13 @@ class Claimer:
         self._queue.run(self._queue.scripts.tidy())
         self._recover_own = False
 
-    def _order(self, classes: int) -> tuple[str, ...]:
-        """Serving order. Where all may be claimed, with a share for the lower classes, so that none starves."""
-        start = 0
-        if classes == CLASSES:
-            self._turn += 1
-            start = starts_at(self._turn)
-        pairs = [self._streams[i : i + 2] for i in range(0, 2 * classes, 2)]
-        return tuple(stream for pair in pairs[start:] + pairs[:start] for stream in pair)
+    def _order(self, filled: dict[str, int], classes: int) -> list[str]:
+        """Those to read, in serving order, with a share for the lower classes, so that none starves."""
+        pairs = [self._streams[i : i + 2] for i in range(0, 2 * CLASSES, 2)]
+        queued = [urgency for urgency, pair in enumerate(pairs) if any(stream in filled for stream in pair)]
+        self._turn += 1
+        order = claim_order(self._turn, classes, self._admission.unserved, queued)
+        return [stream for urgency in order for stream in pairs[urgency] if stream in filled]
 
     def _filled(self, streams: tuple[str, ...]) -> dict[str, int]:
         """Those that hold entries, and how many, by one look instead of a read of each."""

@@ -19,13 +19,14 @@ module does before the step, for a job that was claimed and waits here (a *head*
    reservations below interactive hold at most `RESERVED_SHARE` of the pool; a single one may exceed it.
 6. *Claims.* While a head waits, only classes above its urgency are claimed: it lets the more urgent pass until its
    patience has made it the most urgent, and then nobody. While there is no room, classes are claimed for which rule 3
-   has a victim.
+   has a victim. While there is room for some, but not the headroom of rule 4, batch jobs are not claimed but in their
+   turn, and then one, to wait here as a head, if none is here.
 
 Why every job finishes:
 
 * *No livelock.* An eviction by either place is counted in the job, and after `max_preemptions` it is a victim no more:
   J jobs are evicted at most J x `max_preemptions` times.
-* *No starvation.* In the queue, `starts_at` begins one claim in ten at batch and two at normal. At a worker a head is
+* *No starvation.* In the queue, `claim_order` begins one claim in ten at batch and two at normal. At a worker a head is
   passed by more urgent ones for at most two patiences; then it counts as interactive, no claim is made until it begins,
   and of the heads that are there, finitely many come before it. It fits once what runs has ended (a job that an empty
   pool cannot hold was refused), and what runs ends, for answers are finite.
@@ -39,7 +40,7 @@ Why every job finishes:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from prelay_queue.job import Priority
@@ -99,6 +100,8 @@ class Opening:
 
     room: int = 0
     full: int = 0
+    #: No batch job runs or waits here: one may be claimed in its turn though it would wait.
+    unserved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +123,22 @@ def urgency_after(priority: Priority, waited_s: float, patience_s: float) -> int
     return max(0, URGENCY[priority] - int(waited_s / patience_s))
 
 
-def starts_at(turn: int) -> int:
-    """The class that the claim of this turn begins with, before the others in order: a share for each."""
-    return {8: 1, 9: 1, 0: 2}.get(turn % 10, 0)
+def claim_order(turn: int, classes: int, unserved: bool, queued: Collection[int]) -> list[int]:
+    """Of the classes with jobs in the queue, those that this claim looks at; each class begins its share of turns.
+
+    Args:
+        turn: Counts the claims of a worker.
+        classes: So many may be claimed, the most urgent first.
+        unserved: Where batch jobs may not be claimed, their turn looks at them still, if others would pass them: one
+            that is always left too little room gets here, and its patience goes on with it.
+        queued: The classes that have any.
+    """
+    start = {8: 1, 9: 1, 0: EVICTABLE}.get(turn % 10, 0)
+    order = [urgency for urgency in range(classes) if urgency in queued]
+    passed = start == EVICTABLE and unserved and order
+    if start in queued and (start < classes or passed):
+        return [start, *(urgency for urgency in order if urgency != start)]
+    return order
 
 
 def decide(heads: Iterable[Head], holders: Sequence[Holder], room: Room) -> Begin | Evict | None:
@@ -158,12 +174,14 @@ def _fits(head: Head, room: Room, held: bool) -> bool:
 
 def opening(heads: Iterable[Head], holders: Iterable[Holder], room: Room) -> Opening:
     """Which classes may be claimed while these heads wait (rule 6)."""
-    waiting = in_order(heads)
+    waiting, held = in_order(heads), list(holders)
     if room.closed or any(head.alone for head in waiting):
         return Opening()
     above = waiting[0].urgency if waiting else CLASSES
-    victims = any(_may_go(holder) for holder in holders)
-    return Opening(room=above, full=min(above, EVICTABLE) if victims else 0)
+    victims = any(_may_go(holder) for holder in held)
+    here = [head.urgency for head in waiting] + [holder.urgency for holder in held]
+    unserved = all(urgency < EVICTABLE for urgency in here)
+    return Opening(room=above, full=min(above, EVICTABLE) if victims else 0, unserved=unserved)
 
 
 def in_order(heads: Iterable[Head]) -> list[Head]:
