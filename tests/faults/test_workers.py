@@ -77,6 +77,19 @@ def test_a_worker_frozen_for_more_than_its_lease_is_refused_when_it_wakes(fleet:
     assert frozen not in fleet.ended
 
 
+def test_a_decode_worker_that_can_take_nothing_over_leaves_the_jobs_to_the_others(fleet: NullFleet) -> None:
+    """It is always free, so it would be the first to claim every job again, until the job has failed too often."""
+    fleet.null = replace(DIVERGENT, step_ms=5)
+    fleet.start(Role.PREFILL, blocks=512)
+    blind = fleet.start(Role.DECODE, "copy.before=cut@*")
+    fleet.start(Role.DECODE, blocks=512, max_running=2)
+    fleet.until_ready()
+    clients = fleet.submit(24, max_tokens=24)
+    fleet.finish()
+    assert "claims nothing for 1 s: QueueUnavailable" in blind.log
+    assert sum(fleet.view(client).epoch - 1 for client in clients) < 24
+
+
 @pytest.mark.slow
 def test_a_prefill_of_four_leases_runs_once(shared_server: Server) -> None:
     """bullmq#3183: a job that takes longer than its lock is taken for stalled, and run a second time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from prelay_kv.errors import BadKvRef, LayoutMismatch, SegmentGone, StaleKv
+from prelay_kv.errors import BadKvRef, LayoutMismatch, NoAccess, SegmentGone, StaleKv
 from prelay_kv.importer import Importer
 from prelay_kv.layout import KvLayout
 from prelay_kv.mapping import PeerMapping
@@ -156,7 +157,7 @@ def test_a_peer_of_another_layout_or_numerics_is_refused_before_its_memory_is_ma
     ("field", "value", "error"),
     [
         ("node", "elsewhere", SegmentGone),
-        ("kind", "cuda_ipc", SegmentGone),
+        ("kind", "cuda_ipc", NoAccess),
         ("handle", "prelay-nobody-0000.kv", SegmentGone),
         ("handle", "../prelay-peer.kv", BadKvRef),
         ("handle", "/etc/passwd", BadKvRef),
@@ -597,3 +598,14 @@ def test_a_mapping_that_could_not_be_opened_leaves_nothing_and_is_tried_again(
     slow.alive = True
     slow_importer.fetch(far_ref(pool, 1), Taken())
     assert slow.opened == 2
+
+
+def test_a_process_that_may_open_no_more_files_is_to_blame_itself(pool: ShmPool, importer: Importer) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        with pytest.raises(NoAccess, match="Too many open files"):
+            importer.fetch(a_ref(pool, 0), Taken())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    importer.fetch(a_ref(pool, 0), Taken())

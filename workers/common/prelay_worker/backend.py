@@ -97,7 +97,7 @@ class Transport:
     def fetch(self, kv: bytes, key: str, tokens: int) -> None:  # noqa: ARG002
         """Copy the KV into the blocks that `receive` made; returns when the copy is complete and checked.
 
-        Called from a copy thread. Raises HandoverStale or HandoverBroken.
+        Called from a copy thread. Raises one of the kinds of HandoverFailed.
         """
         raise HandoverBroken("this worker takes nothing over")
 

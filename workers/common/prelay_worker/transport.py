@@ -11,7 +11,7 @@ import torch
 from prelay_engine.contiguous import ContiguousKv
 from prelay_engine.kv import PagedKv
 from prelay_engine.model import Model
-from prelay_kv.errors import BadKvRef, CudaError, KvError, LayoutMismatch
+from prelay_kv.errors import BadKvRef, CudaError, KvError, LayoutMismatch, NoAccess
 from prelay_kv.importer import Importer
 from prelay_kv.layout import KvLayout
 from prelay_kv.ref import KvRef
@@ -21,7 +21,7 @@ from prelay_queue import failpoints
 
 from .backend import Transport
 from .config import WorkerConfig
-from .errors import DeviceBroken, HandoverBroken, HandoverStale
+from .errors import DeviceBroken, HandoverBlocked, HandoverBroken, HandoverStale
 
 log = logging.getLogger("prelay.real")
 
@@ -66,9 +66,11 @@ class PeerImport(Transport):
             self._importer.fetch(ref, lambda pool, blocks: self._copy(key, pool, blocks, tokens))
         except (BadKvRef, LayoutMismatch) as error:
             raise HandoverBroken(str(error)) from None
+        except CudaError as error:
+            raise (DeviceBroken if error.fatal else HandoverBlocked)(str(error)) from None
+        except NoAccess as error:
+            raise HandoverBlocked(str(error)) from None
         except KvError as error:
-            if isinstance(error, CudaError) and error.fatal:
-                raise DeviceBroken(str(error)) from None
             raise HandoverStale(str(error)) from None
 
     def _copy(self, key: str, pool: torch.Tensor, blocks: tuple[int, ...], tokens: int) -> None:

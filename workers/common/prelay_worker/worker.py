@@ -109,6 +109,10 @@ class Worker(ABC):
         """Return up to how many tokens of a prefill are taken beside the stage's own work."""
         return 0
 
+    def most_claims(self) -> int:
+        """Return into how many free slots jobs may be claimed now; 0 is none, whatever room is or could be made."""
+        return self.config.max_running
+
     @abstractmethod
     def admit(self, claim: Claim, sequence: Sequence) -> None:
         """Begin the attempt: there is room for it."""
@@ -149,7 +153,8 @@ class Worker(ABC):
         """Give back and stop, in an order in which nothing is lost.
 
         1 stop claiming, so that nothing new arrives; 2 take what arrived meanwhile; 3 give every attempt back, which
-        restarts it elsewhere; 4 write that out; 5 stop renewing, only after the writes; 6 say farewell.
+        restarts it elsewhere; 4 write that out; 5 stop renewing, only after the writes; 6 unmap what is mapped; 7 say
+        farewell.
         """
         self._control.ask_stop()  # its read ends while the claimer's does
         self._claimer.stop()
@@ -162,11 +167,11 @@ class Worker(ABC):
         self.leases.stop()
         self._control.stop()
         self.close_role()
-        self.backend.transport.close()
-        try:
-            self.leases.farewell()
-        except Exception as error:  # the process ends anyway; the heartbeat then expires by itself
-            log.warning("farewell: %s", error)
+        for end in (self.backend.transport.close, self.leases.farewell):
+            try:
+                end()
+            except Exception as error:  # the process ends anyway; heartbeat and memory are then found by others
+                log.warning("%s: %s", end.__qualname__, error)
         self.queue.close()
 
     # One turn of the model loop.
@@ -381,9 +386,10 @@ class Worker(ABC):
         self.leases.stamp()
         stats = self.engine.stats()
         room = self._room()
-        opening = self._opening(room)
+        most = self.most_claims()
+        opening = self._opening(room) if most else policy.Opening()
         spared = (room.spared_blocks, room.spared_slots) if self.attempts else (0, 0)
-        self._admission.publish(stats.available, room.slots, opening, *spared)
+        self._admission.publish(stats.available, min(most, room.slots), opening, *spared)
         self.leases.publish(
             {
                 **self._about,

@@ -14,10 +14,12 @@ from prelay_queue import trace
 from prelay_queue.job import Claim
 from prelay_worker.backend import Backend
 from prelay_worker.config import WorkerConfig
-from prelay_worker.errors import DeviceBroken, HandoverBroken, HandoverFailed
+from prelay_worker.errors import DeviceBroken, HandoverBlocked, HandoverBroken, HandoverFailed
 from prelay_worker.messages import Copied, key_of
 from prelay_worker.worker import MatcherFactory, Worker
 from prelay_worker.writer import Adopt, GiveUp
+
+from .reach import Reach
 
 #: Copies at a time: one keeps a core busy; a second hides the latency of the first pages.
 COPY_THREADS = 2
@@ -32,6 +34,7 @@ class DecodeWorker(Worker):
     def __init__(self, config: WorkerConfig, backend: Backend, matcher: MatcherFactory, name: str) -> None:
         super().__init__(config, backend, matcher, name)
         self._copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
+        self._reach = Reach()
 
     def stage(self) -> str:
         return f"decode:{self.backend.transport.domain}"
@@ -42,6 +45,12 @@ class DecodeWorker(Worker):
     def tokens_needed(self, claim: Claim) -> int:
         # A local prefill has one more: its first decode step must not evict what was just admitted.
         return len(claim.spec.prompt_ids) + len(claim.ids) + (not claim.kv)
+
+    def most_claims(self) -> int:
+        if not self._reach.stands_back:
+            return super().most_claims()
+        trying = len(self._heads) or any(attempt.moving for attempt in self.attempts.values())
+        return 0 if trying or self._reach.pauses else 1
 
     def admit(self, claim: Claim, sequence: Sequence) -> None:
         if not claim.kv:
@@ -63,11 +72,15 @@ class DecodeWorker(Worker):
         except HandoverFailed as error:
             self._inbox.put(Copied(key, error))
         except Exception as error:  # a copy thread must always answer, or the blocks stay COPYING for ever
-            self._inbox.put(Copied(key, HandoverFailed(f"{type(error).__name__}: {error}")))
+            self._inbox.put(Copied(key, HandoverBlocked(f"{type(error).__name__}: {error}")))
 
     def on_copied(self, message: Copied) -> None:
         if isinstance(message.error, DeviceBroken):
             raise message.error  # no job is to blame, and a new process can go on with all of them
+        if message.error is None:
+            self._reach.worked()
+        elif isinstance(message.error, HandoverBlocked):
+            self._reach.failed(message.error)
         attempt = self.attempts.get(message.key)
         if attempt is None:
             self.engine.copied(message.key)

@@ -4,7 +4,8 @@ KvError
 ├── BadKvRef         a reference, or the memory it names, is not what it says; `raw` keeps the bytes
 ├── LayoutMismatch   the peer's blocks have another layout or other numerics than this worker's
 ├── SegmentGone      the memory cannot be reached from here: owner and file are gone, or it lies on another host
-│   └── StillMapped  an earlier incarnation's memory is still mapped under the same handle
+│   ├── StillMapped  an earlier incarnation's memory is still mapped under the same handle
+│   └── NoAccess     it is there, and this process may not or cannot open it
 ├── StaleKv          a block was handed out again: what was copied must not be used
 ├── ShmTooSmall      the shared-memory folder has no room for the pool; the message says how much is needed
 ├── GpuTooSmall      the device has no room for the pool
@@ -48,6 +49,10 @@ class StillMapped(SegmentGone):
     def __init__(self, owner: str) -> None:
         super().__init__(f"the same handle is still mapped here for the memory of {owner:.100}, which is gone")
         self.owner = owner
+
+
+class NoAccess(SegmentGone):
+    """The memory is there, and this process cannot open it: a limit, a right, or what its device does not offer."""
 
 
 class StaleKv(KvError):  # noqa: N818

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from .errors import LayoutMismatch, SegmentGone, StaleKv, StillMapped
+from .errors import LayoutMismatch, NoAccess, SegmentGone, StaleKv, StillMapped
 from .mapping import PeerMapping, ShmMapping
 from .ref import KvRef
 from .segment import SHM_DIR, Segment
@@ -123,7 +123,7 @@ class Importer:
         if segment.node != self._domain:
             raise SegmentGone(f"{segment.handle:.100} lies in KV domain {segment.node:.40}, this is {self._domain}")
         if segment.kind not in self._openers:
-            raise SegmentGone(f"no transport for segments of kind {segment.kind:.40} here")
+            raise NoAccess(f"no transport for segments of kind {segment.kind:.40} here")
         if segment.layout_hash != self._layout_hash:
             raise LayoutMismatch("layout", segment.layout_hash, self._layout_hash)
         if self._numerics_hash is not None and segment.numerics_hash != self._numerics_hash:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import BadKvRef, SegmentGone
+from .errors import BadKvRef, NoAccess, SegmentGone
 from .ref import KvRef
 from .shmfile import PAGE, Header, Parts, hold, is_name, let_go, read_header
 
@@ -36,8 +37,8 @@ class PeerFile:
         """Map the file that `ref` names in `shm_dir`.
 
         With `may_write` the mapping, read-only as ever, can be made writable later if the file's mode allows that.
-        SegmentGone when it cannot be opened; BadKvRef when its name, its size or its header's owner and layout are not
-        what `ref` and `parts` say.
+        SegmentGone when it is not there; NoAccess when it cannot be opened; BadKvRef when its name, its size or its
+        header's owner and layout are not what `ref` and `parts` say.
         """
         if not is_name(ref.segment.handle):
             raise BadKvRef(ref.encode(), "no pool has this handle")
@@ -53,7 +54,7 @@ class PeerFile:
             if isinstance(error, ValueError):
                 raise BadKvRef(ref.encode(), str(error)) from None
             if isinstance(error, OSError):
-                raise SegmentGone(f"{ref.segment.handle} cannot be mapped: {error.strerror}") from None
+                raise NoAccess(f"{ref.segment.handle} cannot be mapped: {error.strerror}") from None
             raise
 
     def memory(self) -> mmap.mmap:
@@ -92,7 +93,7 @@ class PeerFile:
         try:
             hold(self._fd)
         except OSError as error:
-            raise SegmentGone(f"{self._segment.handle} cannot be locked: {error.strerror}") from None
+            raise NoAccess(f"{self._segment.handle} cannot be locked: {error.strerror}") from None
         self._held = True
         if not os.fstat(self._fd).st_nlink:
             raise SegmentGone(f"{self._segment.handle} was given up by its owner")
@@ -118,7 +119,8 @@ def _open_file(path: Path, may_write: bool) -> int:
                 return _open(path, os.O_RDWR)
         return _open(path, os.O_RDONLY)
     except OSError as error:
-        raise SegmentGone(f"{path.name} cannot be opened: {error.strerror}") from None
+        kind = SegmentGone if error.errno == errno.ENOENT else NoAccess
+        raise kind(f"{path.name} cannot be opened: {error.strerror}") from None
 
 
 def _open(path: Path, how: int) -> int:

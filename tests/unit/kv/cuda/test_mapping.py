@@ -22,7 +22,7 @@ from prelay_kv.cuda.copies import Copier
 from prelay_kv.cuda.mapping import CudaMapping
 from prelay_kv.cuda.pool import CudaPool
 from prelay_kv.cuda.runtime import Cudart
-from prelay_kv.errors import BadKvRef, CudaError, SegmentGone, StaleKv, StillMapped
+from prelay_kv.errors import BadKvRef, CudaError, NoAccess, SegmentGone, StaleKv, StillMapped
 from prelay_kv.importer import Importer
 from prelay_kv.layout import KvLayout
 from prelay_kv.peerfile import PeerFile
@@ -261,8 +261,9 @@ def test_a_handle_that_does_not_open_is_gone_with_what_to_do(
     pool: CudaPool, importer: Importer, taken: Taken, gpus: FakeGpus, code: int, advice: str
 ) -> None:
     gpus.set(fail=f"cudaIpcOpenMemHandle={code}")
-    with pytest.raises(SegmentGone, match=advice):
+    with pytest.raises(SegmentGone, match=advice) as found:
         importer.fetch(a_ref(pool, 0), taken)
+    assert isinstance(found.value, NoAccess) == (code != 400), "who is to blame"
     gpus.set(fail=None)
     assert not pool.mapped()
     importer.fetch(a_ref(pool, 0), taken)

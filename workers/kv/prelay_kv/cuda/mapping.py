@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import BadKvRef, CudaError, SegmentGone, StillMapped
+from ..errors import BadKvRef, CudaError, NoAccess, SegmentGone, StillMapped
 from ..mapping import FileMapping
 from ..peerfile import PeerFile
 from ..ref import KvRef
@@ -19,6 +19,8 @@ from .pool import STAMP_NBYTES
 from .runtime import Cudart
 from .tensors import wrap
 
+#: Code of cudaIpcOpenMemHandle for a handle of a process that is gone.
+_PEER_ENDED = 400
 #: What to do about an error of cudaIpcOpenMemHandle.
 _ADVICE = {
     1: "the peer's GPU is not visible here: give both processes all GPUs (in containers --gpus all), and choose by "
@@ -29,7 +31,7 @@ _ADVICE = {
     205: "the driver cannot map the peer's GPU here: give both containers all GPUs, and not one claim each",
     217: "there is no peer-to-peer access between these cards: use the pinned path",
     304: "the operating system forbids it: share the IPC and process namespaces of the workers, and their user",
-    400: "the exporter has ended",
+    _PEER_ENDED: "the exporter has ended",
     711: "this GPU is connected to as many peers as it can be: use the pinned path",
     801: "this device cannot share memory, as slices (MIG) cannot: use the pinned path",
 }
@@ -113,7 +115,8 @@ class CudaMapping(FileMapping):
 
         1. The owner's file, which says what to open (SegmentGone, BadKvRef).
         2. Hold it, so that the owner does not free what is mapped here (SegmentGone).
-        3. Open the handle (SegmentGone with what to do; StillMapped; CudaError when this process cannot go on).
+        3. Open the handle (NoAccess with what to do; SegmentGone; StillMapped; CudaError when this process cannot go
+           on).
         4. Look for the owner's stamp: without it this is other memory (SegmentGone).
 
         `torch_device` is where torch sees the memory; `cuda:DEVICE` unless it is given.
@@ -133,7 +136,8 @@ class CudaMapping(FileMapping):
             except CudaError as error:
                 if error.fatal:
                     raise
-                raise SegmentGone(f"{ref.segment.handle} on {export.uuid}: {error}{_advice(error)}") from None
+                kind = SegmentGone if error.code == _PEER_ENDED else NoAccess
+                raise kind(f"{ref.segment.handle} on {export.uuid}: {error}{_advice(error)}") from None
             if stamp.hex() != export.stamp:
                 raise SegmentGone(f"{ref.segment.handle}: what its handle opens is other memory")
             place = torch_device or f"cuda:{device}"
