@@ -199,6 +199,8 @@ def fleets(draw: st.DrawFn, largest: int = 16, slots: int = 5) -> Fleet:
     return fleet
 
 
+#: With pools and slots so few that a sixteenth of them is none, and with more.
+ANY_FLEET = fleets() | fleets(largest=64, slots=32)
 SIZES = st.tuples(st.sampled_from(Priority), st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
 ARRIVALS = st.dictionaries(st.integers(0, 60), st.lists(SIZES, min_size=1, max_size=6), max_size=12)
 #: A simulated fleet is many draws and many turns.
@@ -218,7 +220,7 @@ def run(fleet: Fleet, arrivals: dict[int, list[tuple[Priority, int, int, int]]],
 
 
 @given(
-    fleet=fleets(), arrivals=st.dictionaries(st.integers(0, 60), st.lists(SIZES, min_size=1, max_size=6), max_size=12)
+    fleet=ANY_FLEET, arrivals=st.dictionaries(st.integers(0, 60), st.lists(SIZES, min_size=1, max_size=6), max_size=12)
 )
 @THOROUGH
 def test_every_job_of_any_fleet_finishes_and_none_is_evicted_more_often_than_the_bound(
@@ -232,7 +234,7 @@ def test_every_job_of_any_fleet_finishes_and_none_is_evicted_more_often_than_the
         assert (worker.attempts, worker.heads, worker.free) == ({}, {}, worker.size)
 
 
-@given(fleet=fleets() | fleets(largest=64, slots=32), large=st.integers(1, 12), seed=st.integers(0, 2**32))
+@given(fleet=ANY_FLEET, large=st.integers(1, 12), seed=st.integers(0, 2**32))
 @THOROUGH
 def test_a_batch_job_finishes_though_urgent_ones_never_stop_coming(fleet: Fleet, large: int, seed: int) -> None:
     chance = Random(seed)
@@ -260,7 +262,7 @@ def test_an_urgent_job_begins_at_once_though_batch_jobs_fill_every_slot(slots: i
     assert fleet.now - begun <= 2
 
 
-@given(fleet=fleets(), count=st.integers(2, 8))
+@given(fleet=ANY_FLEET, count=st.integers(2, 8))
 @THOROUGH
 def test_reservations_never_wait_for_each_other(fleet: Fleet, count: int) -> None:
     """All have been evicted as often as they may be, and each asks for more than half of a pool."""

@@ -60,6 +60,8 @@ inline void turn16(const uint32_t *const *rows, uint32_t *out, int stride) {
 }
 #endif
 
+const float LOG2E = 1.44269504089f;
+
 // The keys and values of PANEL positions, one after the other.
 template <class W> struct Tile {
     const W *keys[PANEL], *values[PANEL];
@@ -214,6 +216,8 @@ void attend(const Part &part, const Part &then, int64_t layer, const Form &form,
     const int64_t first_position = span.start + from, last = part.last();
     vi lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
+    // From a product, or what its cap leaves of it, to the power of two that stands for the power of e.
+    const float scale = (form.cap > 0 ? form.cap : form.scale) * LOG2E;
     Parts parts(queries);
     const In *rows[ROWS];
     Tile<W> tiles[2];
@@ -238,8 +242,8 @@ void attend(const Part &part, const Part &then, int64_t layer, const Form &form,
             const int64_t newest = position - base, oldest = form.window ? newest - form.window + 1 : 0;
             vf x[COLS], peak = splat(none);
             for (int j = 0; j < COLS; j++) {
-                x[j] = load(score + j * LANES) * form.scale;
-                if (form.cap > 0) x[j] = tanh(x[j] / form.cap) * form.cap;
+                x[j] = load(score + j * LANES);
+                if (form.cap > 0) x[j] = tanh(x[j] * form.scale / form.cap);
                 if (newest < PANEL - 1 || oldest > 0) {
                     vi index = lane + j * LANES;
                     vi seen = (index <= int(newest < PANEL ? newest : PANEL)) & (index >= int(oldest > 0 ? oldest : 0));
@@ -247,9 +251,9 @@ void attend(const Part &part, const Part &then, int64_t layer, const Form &form,
                 }
                 peak = larger(peak, x[j]);
             }
-            const float highest = largest(peak);
+            const float highest = largest(peak) * scale;
             if (highest > peaks[i]) {
-                const float fade = exp(splat(peaks[i] - highest))[0];
+                const float fade = exp2(splat(peaks[i] - highest))[0];
                 store_some(sums + size_t(i) * LANES, load(sums + size_t(i) * LANES) * fade, LANES);
                 for (int c = 0; c < columns; c++)
                     for (int j = 0; j < PANEL; j += LANES) {
@@ -258,11 +262,11 @@ void attend(const Part &part, const Part &then, int64_t layer, const Form &form,
                     }
                 peaks[i] = highest;
             }
-            // Where it has seen nothing yet all weighs nothing: e^-inf.
+            // Where it has seen nothing yet all weighs nothing: 2^-inf.
             const float least = peaks[i] == none ? 0 : peaks[i];
             vf sum = load(sums + size_t(i) * LANES);
             for (int j = 0; j < COLS; j++) {
-                const vf share = exp(x[j] - least);
+                const vf share = exp2(x[j] * scale - least);
                 sum += share;
                 prelay::store(shares + size_t(i) * PANEL + j * LANES, share);
             }
@@ -283,9 +287,9 @@ void attend(const Part &part, const Part &then, int64_t layer, const Form &form,
         const int head = kv_head * group + i % group;
         float total = sum(load(sums + size_t(i) * LANES)), factor = 1;
         if (form.sinks) {
-            const float sink = form.sinks[head], peak = sink > peaks[i] ? sink : peaks[i];
-            factor = exp(splat(peaks[i] - peak))[0];
-            total = total * factor + exp(splat(sink - peak))[0];
+            const float sink = form.sinks[head] * LOG2E, peak = sink > peaks[i] ? sink : peaks[i];
+            factor = exp2(splat(peaks[i] - peak))[0];
+            total = total * factor + exp2(splat(sink - peak))[0];
         }
         factor /= total;
         for (int c = 0; c < columns; c++)

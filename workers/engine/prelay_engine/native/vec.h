@@ -147,6 +147,33 @@ inline vf exp(vf x) {
     return given == given ? power : given;
 }
 
+// 2^x to 2 units in the last place, exactly 1 at 0. Below -150 (also -inf) it is 0; a NaN stays one; x is at most 127.
+inline vf exp2(vf x) {
+#if LANES == 16
+    x = reinterpret_cast<vf>(_mm512_max_ps(_mm512_set1_ps(-150.0f), reinterpret_cast<__m512>(x)));  // a NaN in x passes
+    const __m512 n = _mm512_roundscale_ps(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vf r = x - reinterpret_cast<vf>(n);
+#else
+    vi gone = x < -126.0f;
+    vf given = x;
+    x = x < -126.0f ? splat(-126.0f) : x;
+    vf n = x + MAGIC - MAGIC, r = x - n;
+#endif
+    vf p = splat(1.32647274e-3f);
+    p = p * r + 9.67151292e-3f;
+    p = p * r + 5.55073375e-2f;
+    p = p * r + 2.40222421e-1f;
+    p = p * r + 6.93146978e-1f;
+    p = p * r + 1.0f;
+#if LANES == 16
+    return reinterpret_cast<vf>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), n));
+#else
+    vi bits = reinterpret_cast<vi>(p) + (__builtin_convertvector(n, vi) << 23);
+    vf power = reinterpret_cast<vf>(bits & ~gone);
+    return given == given ? power : given;
+#endif
+}
+
 // 1 - 2 / (e^2x + 1)
 inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
 
