@@ -209,7 +209,7 @@ def test_a_cancel_divides_the_lines_into_answered_and_cancelled(
 def test_lines_that_the_window_ends_before_are_told_as_expired(new_fleet: Fleet, batches: Batches) -> None:
     new_fleet.worker(Role.UNIFIED, null=SLOW)
     new_fleet.batch_worker(batches.files_dir)
-    asked = lines(2_000, max_tokens=4)
+    asked = lines(2_000, max_tokens=20)  # so many that a worker takes three windows for them, at the least
     batch = batches.create(jsonl(asked), window_s=4)
     assert batches.until_over(batch).status == "expired"
     assert partition(batches, batch, "batch_expired", {row["custom_id"] for row in asked}) < 2_000
