@@ -29,7 +29,7 @@ def loaded(folder: Path, dtype: str, how: str) -> Model:
 @pytest.mark.parametrize("count", [10, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("how", ["native", "w8a8", "torch"])
+@pytest.mark.parametrize("how", ["native", "w8a8", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_job_cut_anywhere_is_its_undisturbed_run(
     folder: Path, dtype: str, greedy: bool, count: int, how: str
 ) -> None:

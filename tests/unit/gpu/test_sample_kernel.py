@@ -85,6 +85,7 @@ def test_the_token_is_the_host_samplers_where_sums_are_exact(vocab: int, step: f
     assert drawn(logits, each) == expected(logits, each)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     vocab=st.integers(1, 200),
@@ -159,6 +160,7 @@ def test_a_row_without_a_distribution_gives_no_token_and_leaves_others_alone() -
     assert tokens[4:] == expected(logits[4:], each[4:])
 
 
+@pytest.mark.slow
 def test_of_equal_weights_at_the_bar_those_with_lower_ids_are_left() -> None:
     logits = torch.zeros(5, VOCAB)
     logits[:, VOCAB - 1] = 1.0
