@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from prelay_api.contact import Contact
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.bed.clock import Clock
 
 
 def talk(contact: Contact, clock: Clock, seconds: int) -> None:

@@ -219,9 +219,7 @@ def run(fleet: Fleet, arrivals: dict[int, list[tuple[Priority, int, int, int]]],
         assert fleet.now < limit, f"not done: {unfinished}\n{fleet.workers}"
 
 
-@given(
-    fleet=ANY_FLEET, arrivals=st.dictionaries(st.integers(0, 60), st.lists(SIZES, min_size=1, max_size=6), max_size=12)
-)
+@given(fleet=ANY_FLEET, arrivals=ARRIVALS)
 @THOROUGH
 def test_every_job_of_any_fleet_finishes_and_none_is_evicted_more_often_than_the_bound(
     fleet: Fleet, arrivals: dict[int, list[tuple[Priority, int, int, int]]]

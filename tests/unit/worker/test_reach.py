@@ -10,19 +10,10 @@ from prelay_worker.errors import HandoverBlocked, HandoverBroken, HandoverFailed
 from prelay_worker.messages import Copied, key_of
 from prelay_worker.policy import Opening
 from prelay_worker.worker import Worker
+from tests.bed.clock import Clock
 from tests.unit.worker.desk import give, make_claim, make_worker
 
 WHY = HandoverBlocked("no peer-to-peer access")
-
-
-class Clock:
-    """Seconds, as a test sets them."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
